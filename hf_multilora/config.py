@@ -1,0 +1,68 @@
+"""MultiLoraConfig: the options that are fixed while a model is enabled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .errors import ConfigError
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class MultiLoraConfig:
+    """Options of `enable_multilora`; see its docstring for what each one costs.
+
+    Args:
+        max_loras: slots, i.e. distinct adapters that one forward can mix.
+        max_lora_rank: largest rank of an adapter (of the ranks' sum for a mix).
+        max_cpu_loras: registered adapters kept in host memory; None: no limit but memory; at least `max_loras`.
+        slot_bytes: bytes of one slot; None: room for every wrapped layer at `max_lora_rank`.
+        extra_vocab_size: columns added to the logits for adapters' own tokens.
+        on_demand: load an unknown id that is a folder or holds a slash at first use.
+        lora_dtype: dtype of the slots; "auto" follows the base weights (bfloat16 where those are quantised).
+        target_modules: suffixes (list) or a regex (str, full match) that narrow what is wrapped; None wraps everything.
+
+    Raises:
+        ConfigError: a value out of range, or of the wrong type.
+    """
+
+    max_loras: int = 8
+    max_lora_rank: int = 64
+    max_cpu_loras: int | None = None
+    slot_bytes: int | None = None
+    extra_vocab_size: int = 0
+    on_demand: bool = True
+    lora_dtype: str | torch.dtype = "auto"
+    target_modules: Sequence[str] | str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_loras", "max_lora_rank"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r}: expected an integer of at least 1.")
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ConfigError(
+                f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}: whatever is in a slot is "
+                f"kept in host memory too. Raise max_cpu_loras to at least {self.max_loras}, or leave it None."
+            )
+        if self.slot_bytes is not None and self.slot_bytes < 1:
+            raise ConfigError(f"slot_bytes={self.slot_bytes}: expected a positive number of bytes, or None.")
+        if self.extra_vocab_size < 0:
+            raise ConfigError(f"extra_vocab_size={self.extra_vocab_size}: expected 0 or more columns.")
+        if isinstance(self.target_modules, (list, tuple)) and not self.target_modules:
+            raise ConfigError("target_modules=[] would wrap nothing; leave it None to wrap every layer.")
+        if self.lora_dtype != "auto":
+            self.torch_dtype()
+
+    def torch_dtype(self) -> torch.dtype | None:
+        """The slots' dtype, or None where it follows the base model."""
+        if self.lora_dtype == "auto":
+            return None
+        dtype = _DTYPES.get(str(self.lora_dtype).removeprefix("torch."))
+        if dtype is None:
+            raise ConfigError(f"lora_dtype={self.lora_dtype!r}: expected 'auto' or one of {', '.join(_DTYPES)}.")
+        return dtype
