@@ -1,0 +1,52 @@
+"""Shared by all tests: threads, Triton's interpreter, and tests that need a GPU or the demo's base model."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+
+# Tiny models gain nothing from threads, and two processes with two threads each on two cores take ten times as long.
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+
+# Triton reads this when a kernel is decorated, so it must be set before any module with kernels is imported.
+if not HAS_CUDA:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# No test asks a hub for anything by accident: what needs a network is the demo's model, and that comes another way.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_CUDA:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" in r.keywords]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} GPU tests skipped: needs a CUDA device", yellow=True)
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """Folder of the demo's base model; downloads and converts it on first use.
+
+    Without a network the tests that ask for it are skipped, except in CI: there that is a failure.
+    """
+    from hf_multilora.demo.model import DemoModelError, demo_model_path
+
+    try:
+        return demo_model_path()
+    except DemoModelError as error:
+        if os.environ.get("CI"):
+            raise
+        pytest.skip(f"the demo's base model is not available: {error}")
