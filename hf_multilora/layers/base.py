@@ -1,0 +1,92 @@
+"""LoraLayer: what all wrappers share.
+
+A wrapper takes the place of its base layer in the model and *is* that layer for everyone else: its instance dictionary
+starts as a copy of the base layer's, so parameters, buffers, sub-modules and hooks are the base's own dict objects.
+state_dict keys, tie_weights, save_pretrained, load_state_dict and isinstance see no difference, and undoing the swap
+is one setattr. The base layer itself stays out of the module tree, under `base_layer`.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..routing import Routing
+
+# What accelerate puts on a module that it hooks. It stays on the base layer: a wrapper that seemed to be hooked would be
+# handed the base's own forward as "the old one", and the adapters would be lost without a word.
+_HOOKED = ("forward", "_hf_hook", "_old_forward")
+_OWN = ("base_layer", "_routing", "_sites", "_op", "_path")
+
+
+class LoraLayer(nn.Module):
+    """Base class of the wrappers; `wrap` makes one."""
+
+    kind: ClassVar[str]
+    scale: ClassVar[float] = 1.0  # what the layer multiplies its output by, beyond what `output_scale` finds
+
+    base_layer: nn.Module
+    _routing: Routing
+    _sites: frozenset[int]
+    _op: Any
+    _path: str
+
+    @classmethod
+    def wrap(cls, base: nn.Module, path: str, routing: Routing) -> LoraLayer:
+        """Make a wrapper of `base`, of a class that derives from this one and from the base's own class."""
+        wrapped = type(f"Lora{type(base).__name__}", (cls, type(base)), {"__module__": cls.__module__})
+        self = wrapped.__new__(wrapped)
+        self.__dict__.update({k: v for k, v in base.__dict__.items() if k not in _HOOKED})
+        self.__dict__.update(base_layer=base, _routing=routing, _sites=frozenset(), _op=None, _path=path)
+        return self
+
+    @classmethod
+    def dimensions(cls, base: nn.Module) -> tuple[int, int]:
+        """(in, out) of the layer, taken from its attributes: packed weights have other shapes.
+
+        Raises:
+            ValueError: the layer does not say.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def output_scale(cls, base: nn.Module) -> float:
+        return cls.scale
+
+    def bind(self, sites: frozenset[int], op: Any) -> None:
+        """Connect the wrapper with its sites and the op that adds their deltas."""
+        self.__dict__.update(_sites=sites, _op=op)
+
+    def unwrap(self) -> nn.Module:
+        """The base layer, brought up to date with what was set on the wrapper since (train() and the like)."""
+        base = self.base_layer
+        for key, value in self.__dict__.items():
+            if key not in _HOOKED and key not in _OWN:
+                base.__dict__[key] = value
+        if "_hf_hook" in self.__dict__:
+            from accelerate.hooks import add_hook_to_module
+
+            add_hook_to_module(base, self.__dict__["_hf_hook"])
+        return base
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """A copy of a part of a model has no slots: it is a copy of the base layer. (A whole model copies its own.)"""
+        return copy.deepcopy(self.base_layer, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.base_layer.__reduce_ex__(protocol)
+
+    def _delta(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`y` with the deltas of the rows' adapters; the caller has seen that some adapter is active."""
+        routing = self._routing
+        if torch.compiler.is_compiling():
+            return self._op(y, x, routing.static, routing.rows)
+        state = routing.state
+        if state is None or self._sites.isdisjoint(state.touched):
+            return y
+        if x.shape[0] != state.rows:
+            state = state.for_shape(x.shape, self._path)
+        return self._op(y, x, state.tensor, state.rows, state.memo)

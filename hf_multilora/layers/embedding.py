@@ -1,0 +1,50 @@
+"""Wrapper of embeddings: nn.Embedding and subclasses that look one id tensor up (Gemma's scaled ones among them)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .base import LoraLayer
+from .registry import register_layer
+
+
+@register_layer(nn.Embedding)
+class LoraEmbedding(LoraLayer):
+    """y = base(ids) + s * A^T[ids] B^T, with A and B of each row's adapter.
+
+    Args:
+        ids: `[rows, tokens]`; `[1, tokens]` (position ids that all rows share) gives every row a copy of its own.
+
+    Returns:
+        `[rows, tokens, width]`.
+    """
+
+    kind = "embedding"
+
+    @classmethod
+    def dimensions(cls, base: nn.Module) -> tuple[int, int]:
+        return int(base.num_embeddings), int(base.embedding_dim)  # type: ignore[arg-type]
+
+    @classmethod
+    def output_scale(cls, base: nn.Module) -> float:
+        scale = getattr(base, "embed_scale", None)
+        if scale is None:
+            return cls.scale
+        if not isinstance(scale, torch.Tensor):
+            return cls.scale * float(scale)
+        # Gemma casts its scale to the weight's dtype before it multiplies; the adapter's part is scaled alike.
+        return cls.scale * float(scale.to(base.weight.dtype))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        y = self.base_layer.forward(ids)
+        state = self._routing.state
+        if state is None:
+            return y
+        if not torch.compiler.is_compiling() and self._sites.isdisjoint(state.touched):
+            return y
+        rows = self._routing.rows
+        if ids.dim() == 2 and ids.shape[0] == 1 and rows > 1 and not state.uniform:
+            ids = ids.expand(rows, -1).contiguous()
+            y = y.expand(rows, -1, -1).contiguous()
+        return self._delta(y, ids)

@@ -1,0 +1,104 @@
+"""The map row -> slot of one forward, as the wrappers read it.
+
+A `RowState` is immutable: the slots of the rows of one batch, on the host and on the device. `Routing` belongs to one
+model and holds the state that is in force; the model's lock spans each forward, so that wrappers read it without a
+lock of their own. Compiled forwards cannot take a new tensor at each call: they read `Routing.static`, one buffer with
+a fixed address that `publish` fills outside the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from .errors import RoutingError
+
+
+class RowState:
+    """Slots of the rows of one batch.
+
+    Args:
+        slots: slot of each row, -1 for the base model.
+        device: where the arena lies.
+        touched: sites that any adapter of these rows trained; all other wrappers skip their delta.
+        uniform: every row names the same adapter, so that a batch of any size is served (what `set_adapter` or one id
+            for all rows asks for).
+    """
+
+    __slots__ = ("_filled", "memo", "rows", "slots", "tensor", "touched", "uniform")
+
+    def __init__(
+        self, slots: tuple[int, ...], device: torch.device, touched: Collection[int], uniform: bool = False
+    ) -> None:
+        self.slots = slots
+        self.rows = len(slots)
+        self.touched = touched
+        self.uniform = uniform
+        self.tensor = torch.tensor(slots, dtype=torch.int32).to(device, non_blocking=True)
+        self.memo: dict[Any, Any] = {}  # kernels keep here what follows from slots alone (the CPU path's indices)
+        self._filled: dict[int, RowState] = {}
+
+    def repeated(self, times: int) -> RowState:
+        """Each row `times` times in a row, as `repeat_interleave` does for beams and return sequences."""
+        slots = tuple(slot for slot in self.slots for _ in range(times))
+        return RowState(slots, self.tensor.device, self.touched, self.uniform)
+
+    def for_shape(self, shape: torch.Size, where: str) -> RowState:
+        """The state whose rows fit an input of this shape.
+
+        An input `[rows, ...]` or `[rows * k, H]` (a batch flattened row by row) is this state; a uniform state also
+        serves any other leading size.
+
+        Raises:
+            RoutingError: the shape cannot be mapped to the rows of the batch.
+        """
+        first = shape[0] if len(shape) else 1
+        if first == self.rows or (len(shape) == 2 and first % self.rows == 0):
+            return self
+        if self.uniform:
+            state = self._filled.get(first)
+            if state is None:
+                state = RowState((self.slots[0],) * first, self.tensor.device, self.touched, True)
+                self._filled[first] = state
+            return state
+        raise RoutingError(
+            f"{where}: an input of shape {tuple(shape)} cannot be mapped to the {self.rows} rows that adapter_ids "
+            "names. Pass one id per row of the batch, or one id (a string) for all rows."
+        )
+
+
+class Routing:
+    """The state in force for one model; `state` is None where every row is the base model."""
+
+    def __init__(self, device: torch.device, capacity: int = 1024) -> None:
+        self.state: RowState | None = None
+        self.rows = 1
+        self._allocate(device, capacity)
+
+    def _allocate(self, device: torch.device, capacity: int) -> None:
+        self.static = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+        torch._dynamo.mark_static_address(self.static)
+        self._in_static: RowState | None = None
+
+    def to(self, device: torch.device) -> None:
+        self._allocate(device, self.static.numel())
+
+    def publish(self, state: RowState | None) -> RowState | None:
+        """Put a state in force and return the one it replaces, which the caller puts back afterwards."""
+        previous = self.state
+        self.state = state
+        if state is not None:
+            self.rows = state.rows
+        return previous
+
+    def fill_static(self) -> None:
+        """Bring the buffer that compiled forwards read up to date; to be called outside of the graph."""
+        state = self.state
+        if state is None or state is self._in_static:
+            return
+        if state.rows > self.static.numel():
+            self._allocate(self.static.device, 2 * state.rows)
+        self.static[: state.rows].copy_(state.tensor)
+        self._in_static = state
