@@ -1,0 +1,142 @@
+"""TargetTable: what a model offers to adapters, as plain data.
+
+The table is built once when a model is enabled, and by hand in tests. It holds names and shapes, so that the loader
+knows no layer; everything derived from it is computed once and kept, because hundreds of adapters are matched
+against one table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+# Projections that some models fuse into one layer: name of the fused layer -> its parts, in the order of its rows.
+# Only layouts that simply stack their parts belong here (the query_key_value of GPT-NeoX, Falcon and BLOOM interleaves
+# them by head, and exists only fused).
+FUSED: dict[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One layer that can carry an adapter.
+
+    Args:
+        path: module path in the model, such as "model.layers.0.self_attn.q_proj".
+        kind: "linear" (nn.Linear, Conv1D and their subclasses) or "embedding".
+        in_features: width of the input; for an embedding the rows of its table.
+        out_features: width of the output.
+        slices: for layers that fuse several projections, (name, width) of each in the order of the output's
+            columns, such as (("q_proj", 64), ("k_proj", 32), ("v_proj", 32)); empty: one slice.
+        scale: what the layer multiplies its output by (Gemma's embed_scale); the loader folds it into the scaling.
+    """
+
+    path: str
+    kind: str
+    in_features: int
+    out_features: int
+    slices: tuple[tuple[str, int], ...] = ()
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "embedding"):
+            raise ValueError(f"{self.path}: kind={self.kind!r}, expected 'linear' or 'embedding'.")
+        if self.slices and sum(width for _, width in self.slices) != self.out_features:
+            raise ValueError(f"{self.path}: slices {self.slices} do not add up to out_features={self.out_features}.")
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Output columns of each slice."""
+        return tuple(width for _, width in self.slices) or (self.out_features,)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of output rows that belongs to one site: rows [start, stop) of a checkpoint's B."""
+
+    path: str
+    slice: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class TargetTable:
+    """Everything that the loader asks about a model.
+
+    Args:
+        targets: module path -> Target, in the order of the model.
+        refused: module path -> why that module cannot carry an adapter, one sentence.
+        untargeted: paths that enable's target_modules left out.
+        modules: every module path of the model, for the closest names in errors.
+        base_name: the base model's own name (config._name_or_path), None where it has none.
+        read_base: parameter name -> the base model's tensor, or None where there is none to read.
+        prefixes: regex renamings (pattern, replacement) from older checkpoint names of this architecture.
+    """
+
+    targets: dict[str, Target]
+    refused: dict[str, str]
+    untargeted: frozenset[str]
+    modules: tuple[str, ...]
+    base_name: str | None
+    read_base: Callable[[str], torch.Tensor | None]
+    prefixes: tuple[tuple[str, str], ...] = ()
+
+    @cached_property
+    def parts(self) -> dict[str, tuple[Part, ...]]:
+        """Module name that a checkpoint may use -> the sites that its B is spread over.
+
+        Beside every target's own name these are the names of the other layout: "…q_proj" where the model has a fused
+        "…qkv_proj", and "…qkv_proj" where it has three separate layers.
+        """
+        found: dict[str, tuple[Part, ...]] = {}
+        for path, target in self.targets.items():
+            found[path] = tuple(_stack([(path, i, width) for i, width in enumerate(target.widths)]))
+        for path, target in self.targets.items():
+            for i, (name, width) in enumerate(target.slices):
+                found.setdefault(_sibling(path, name), (Part(path, i, 0, width),))
+        for path in self.targets:
+            for fused, names in FUSED.items():
+                if path.rpartition(".")[2] != names[0]:
+                    continue
+                layers = [self.targets.get(_sibling(path, name)) for name in names]
+                if all(layer and not layer.slices and layer.kind == "linear" for layer in layers):
+                    rows = [(layer.path, 0, layer.out_features) for layer in layers if layer]
+                    found.setdefault(_sibling(path, fused), tuple(_stack(rows)))
+        return found
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Every module name that means something here: of the model, and of the other layout."""
+        return frozenset(self.modules).union(self.parts, self.refused, self.untargeted)
+
+    @cached_property
+    def roots(self) -> tuple[str, ...]:
+        """Top-level modules that hold others ("model", "transformer"): where a headless model would sit."""
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.names if "." in name))
+
+    @cached_property
+    def position(self) -> dict[tuple[str, int], int]:
+        """Site (path, slice) -> its number, in the order of the model."""
+        sites = [(path, i) for path, target in self.targets.items() for i in range(len(target.widths))]
+        return {site: i for i, site in enumerate(sites)}
+
+
+def _sibling(path: str, name: str) -> str:
+    """The module called `name` beside `path`."""
+    parent, dot, _ = path.rpartition(".")
+    return parent + dot + name
+
+
+def _stack(rows: list[tuple[str, int, int]]) -> list[Part]:
+    """Parts of the given widths, one under the other."""
+    parts, start = [], 0
+    for path, index, width in rows:
+        parts.append(Part(path, index, start, start + width))
+        start += width
+    return parts
