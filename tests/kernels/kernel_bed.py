@@ -1,0 +1,160 @@
+"""A small arena built by hand, the batches that tests draw over it, and an fp64 oracle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Error of a row's output, relative to the size of its terms; one rounding of y is allowed for.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4, torch.float64: 1e-12}
+POPULARITY = ("distinct", "identical", "uniform", "zipf", "skewed", "with_base")
+
+
+def pad(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+class Bed:
+    """Adapters over one layer of `len(widths)` slices (or one embedding), packed as the arena packs them.
+
+    `ranks[slot][slice]` are true ranks, 0 where the slice is not trained. With `shared_a` a slot's slices use one A.
+    """
+
+    def __init__(
+        self,
+        ranks: Sequence[Sequence[int]],
+        in_features: int,
+        widths: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        *,
+        site: int = 2,
+        embedding: bool = False,
+        shared_a: bool = False,
+        device: str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        gen = torch.Generator().manual_seed(seed)
+        self.in_features, self.widths, self.site, self.dtype = in_features, tuple(widths), site, dtype
+        self.ranks, self.embedding = [list(r) for r in ranks], embedding
+        self.max_rank = max(1, max(max(r) for r in ranks))
+        step = 64 // dtype.itemsize
+        n_sites = site + len(widths) + 1
+        header = pad(24 * n_sites, 256) // dtype.itemsize
+        per_slot = header + sum(
+            pad(self.max_rank * in_features, step) + pad(self.max_rank * width, step) for width in widths
+        )
+        self.slot_elems = pad(per_slot, 256 // dtype.itemsize)
+        slots = len(ranks)
+        self.zero_off = slots * self.slot_elems
+        tail = max(in_features if not embedding else 0, *widths)
+        storage = torch.zeros(self.zero_off * dtype.itemsize + pad(tail * dtype.itemsize, 256), dtype=torch.uint8)
+        data = storage.view(dtype)
+        # What no offset names must never be read: NaN everywhere but in the tail.
+        data[: self.zero_off] = float("nan")
+        words = self.slot_elems * dtype.itemsize // 8
+        meta = storage[: self.zero_off * dtype.itemsize].view(torch.int64).view(slots, words)
+        meta[:, : 3 * n_sites] = 0
+        self.a: dict[tuple[int, int], Tensor] = {}
+        self.b: dict[tuple[int, int], Tensor] = {}
+        for slot in range(slots):
+            at = header
+            first_a = None
+            for i, width in enumerate(widths):
+                rank = self.ranks[slot][i]
+                if rank == 0:
+                    continue
+                if shared_a and first_a is not None:
+                    a_off, a = first_a
+                else:
+                    a = (torch.randn(rank, in_features, generator=gen) / in_features**0.5).to(dtype)
+                    a_off, at = self._put(data, slot, at, a.t().contiguous() if embedding else a, step)
+                    first_a = (a_off, a)
+                b = (torch.randn(rank, width, generator=gen) / rank**0.5).to(dtype)
+                b_off, at = self._put(data, slot, at, b, step)
+                meta[slot, 3 * (site + i) : 3 * (site + i) + 3] = torch.tensor([a_off, b_off, rank])
+                self.a[slot, i], self.b[slot, i] = a, b
+        self.storage = storage.to(device)
+        self.data = self.storage.view(dtype)
+        self.meta = self.storage[: self.zero_off * dtype.itemsize].view(torch.int64).view(slots, words)
+
+    def _put(self, data: Tensor, slot: int, at: int, what: Tensor, step: int) -> tuple[int, int]:
+        start = slot * self.slot_elems + at
+        data[start : start + what.numel()] = what.reshape(-1)
+        return at, at + pad(what.numel(), step)
+
+    def poison(self, slot: int) -> None:
+        """Make every factor of `slot` NaN."""
+        for (s, i), a in self.a.items():
+            if s == slot:
+                entry = self.meta[slot, 3 * (self.site + i) : 3 * (self.site + i) + 2].tolist()
+                for off, size in zip(entry, (a.numel(), self.b[s, i].numel()), strict=True):
+                    start = slot * self.slot_elems + int(off)
+                    self.data[start : start + size] = float("nan")
+
+    def oracle(self, y: Tensor, x: Tensor, slots: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """fp64 result on the CPU, and the size of its terms (what a relative error is relative to)."""
+        y64, n = y.detach().cpu().double(), y.shape[0]
+        out, scale = y64.clone(), y64.abs()
+        per_row = n // len(slots)
+        for row, slot in enumerate(slots):
+            span, start = slice(row * per_row, (row + 1) * per_row), 0
+            for i, width in enumerate(self.widths):
+                cols = slice(start, start + width)
+                start += width
+                if slot < 0 or (slot, i) not in self.a:
+                    continue
+                a, b = self.a[slot, i].double(), self.b[slot, i].double()
+                xs = x[span].detach().cpu()
+                h = a.t()[xs.long()] if self.embedding else xs.double() @ a.t()
+                size = a.t()[xs.long()].abs() if self.embedding else xs.double().abs() @ a.t().abs()
+                out[span, cols] += h @ b
+                scale[span, cols] += size @ b.abs()
+        return out, scale
+
+    def inputs(self, n: int, dtype: torch.dtype, seed: int = 1, device: str = "cpu") -> tuple[Tensor, Tensor]:
+        gen = torch.Generator().manual_seed(seed)
+        y = torch.randn(n, sum(self.widths), generator=gen).to(dtype)
+        if self.embedding:
+            x = torch.randint(self.in_features, (n,), generator=gen)
+        else:
+            x = torch.randn(n, self.in_features, generator=gen).to(dtype)
+        return y.to(device), x.to(device)
+
+    def check(self, got: Tensor, y: Tensor, x: Tensor, slots: Sequence[int]) -> None:
+        """Against the oracle, within the dtype's tolerance; rows and slices without an adapter bit for bit."""
+        want, scale = self.oracle(y, x, slots)
+        assert got.dtype == y.dtype and got.shape == y.shape
+        error = (got.cpu().double() - want).abs() / scale.clamp(min=1e-30)
+        assert float(error.max()) <= TOLERANCE[y.dtype], float(error.max())
+        per_row = y.shape[0] // len(slots)
+        for row, slot in enumerate(slots):
+            span, start = slice(row * per_row, (row + 1) * per_row), 0
+            for i, width in enumerate(self.widths):
+                if slot < 0 or (slot, i) not in self.a:
+                    assert same_bits(got[span, start : start + width], y[span, start : start + width])
+                start += width
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    as_int = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
+    return torch.equal(a.contiguous().view(as_int).cpu(), b.contiguous().view(as_int).cpu())
+
+
+def draw_slots(popularity: str, rows: int, slots: int, seed: int = 0) -> list[int]:
+    """One slot per row, by popularity (names as in punica's tests)."""
+    rng = random.Random(seed)
+    if popularity == "distinct":
+        return [i % slots for i in range(rows)]
+    if popularity == "identical":
+        return [slots - 1] * rows
+    if popularity == "uniform":
+        return [rng.randrange(slots) for _ in range(rows)]
+    if popularity == "zipf":
+        return rng.choices(range(slots), [1 / (i + 1) for i in range(slots)], k=rows)
+    if popularity == "skewed":
+        return [0 if i < rows - 1 else 1 % slots for i in range(rows)]
+    return [rng.choice([-1, *range(slots)]) if i else -1 for i in range(rows)]

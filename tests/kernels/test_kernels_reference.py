@@ -1,0 +1,146 @@
+"""The plain torch path: right against fp64, base rows untouched, rows independent to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_bed import DTYPES, POPULARITY, Bed, draw_slots, same_bits
+
+from hf_multilora.kernels.ops import EmbeddingOp, LinearOp, Workspace
+from hf_multilora.kernels.reference import lora_embedding, lora_linear
+
+RANKS = [[1], [3], [8], [11], [16], [33], [64], [128], [0]]
+
+
+def run(bed: Bed, y: torch.Tensor, x: torch.Tensor, slots: list[int], cache: dict | None = None) -> torch.Tensor:
+    row_slots = torch.tensor(slots + [7, 7], dtype=torch.int32)  # capacity beyond the rows
+    if bed.embedding:
+        tail = (bed.widths[0], bed.slot_elems, bed.zero_off, cache)
+        return lora_embedding(y, x, bed.data, bed.meta, row_slots, len(slots), bed.site, *tail)
+    tail = (bed.widths, bed.slot_elems, bed.zero_off, cache)
+    return lora_linear(y, x, bed.data, bed.meta, row_slots, len(slots), bed.site, *tail)
+
+
+@pytest.mark.parametrize("popularity", POPULARITY)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_linear(dtype: torch.dtype, popularity: str, tokens: int) -> None:
+    bed = Bed(RANKS, 33, [29], dtype)
+    slots = draw_slots(popularity, 8, len(RANKS))
+    y, x = bed.inputs(8 * tokens, dtype)
+    bed.check(run(bed, y, x, slots), y, x, slots)
+
+
+@pytest.mark.parametrize("shared_a", [False, True])
+def test_slices(shared_a: bool) -> None:
+    ranks = [[4, 4, 4], [8, 8, 0], [0, 0, 0]] if shared_a else [[4, 0, 9], [8, 1, 3], [0, 16, 0]]
+    bed = Bed(ranks, 24, [40, 7, 13], shared_a=shared_a)
+    slots = [0, 1, 2, -1, 0]
+    y, x = bed.inputs(10, torch.float32)
+    bed.check(run(bed, y, x, slots), y, x, slots)
+
+
+@pytest.mark.parametrize("popularity", POPULARITY)
+def test_embedding(popularity: str) -> None:
+    bed = Bed(RANKS, 50, [29], torch.float32, embedding=True)
+    slots = draw_slots(popularity, 8, len(RANKS))
+    y, ids = bed.inputs(24, torch.float32)
+    bed.check(run(bed, y, ids, slots), y, ids, slots)
+
+
+def test_mixed_dtypes() -> None:
+    """The adapters' dtype and the activations' may differ."""
+    bed = Bed(RANKS, 33, [29], torch.bfloat16)
+    slots = [0, 5, -1, 7]
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        y, x = bed.inputs(8, dtype)
+        bed.check(run(bed, y, x, slots), y, x, slots)
+
+
+def test_cache_gives_the_same_bits() -> None:
+    bed = Bed(RANKS, 33, [29])
+    y, x = bed.inputs(8, torch.float32)
+    slots, cache = [0, 5, -1, 7], {}
+    first = run(bed, y, x, slots)
+    for _ in range(2):
+        assert same_bits(run(bed, y, x, slots, cache), first)
+    assert cache["bytes"] > 0
+
+
+@pytest.mark.parametrize("embedding", [False, True])
+def test_rows_without_an_adapter_keep_their_bits(embedding: bool) -> None:
+    bed = Bed([[16], [0]], 33, [29], embedding=embedding)
+    y, x = bed.inputs(3, torch.float32)
+    y[0, 0], y[0, 1], y[0, 2], y[2, 0] = -0.0, float("nan"), float("inf"), -0.0
+    got = run(bed, y, x, [-1, 0, 1])
+    assert same_bits(got[::2], y[::2]) and not same_bits(got[1], y[1])
+
+
+@pytest.mark.parametrize("embedding", [False, True])
+def test_a_poisoned_adapter_touches_only_its_rows(embedding: bool) -> None:
+    bed = Bed([[16], [3], [8]], 33, [29], embedding=embedding)
+    y, x = bed.inputs(8, torch.float32)
+    clean = run(bed, y, x, [0, 1, 2, -1])
+    bed.poison(1)
+    got = run(bed, y, x, [0, 1, 2, -1])
+    keep = [0, 1, 4, 5, 6, 7]
+    assert got[2:4].isnan().all() and same_bits(got[keep], clean[keep])
+
+
+def test_an_infinite_input_is_no_business_of_the_padding() -> None:
+    """x = inf times a padded zero is NaN; it must not depend on the neighbours' ranks how a row comes out."""
+    bed = Bed([[16], [64]], 33, [29])
+    y, x = bed.inputs(4, torch.float32)
+    x[0, 3] = float("inf")
+    alone, mixed = run(bed, y, x, [0, -1]), run(bed, y, x, [0, 1])
+    assert same_bits(alone[:2], mixed[:2])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    rows=st.integers(1, 6),
+    tokens=st.sampled_from([1, 2, 17]),
+    k=st.sampled_from([33, 64, 576]),
+    embedding=st.booleans(),
+)
+def test_neighbours_change_no_bit(data: st.DataObject, rows: int, tokens: int, k: int, embedding: bool) -> None:
+    bed = Bed(RANKS, k, [96], embedding=embedding)
+    slots = st.lists(st.integers(-1, len(RANKS) - 1), min_size=rows, max_size=rows)
+    first, second = data.draw(slots), data.draw(slots)
+    row = data.draw(st.integers(0, rows - 1))
+    second[row] = first[row]
+    y, x = bed.inputs(rows * tokens, torch.float32)
+    y2, x2 = bed.inputs(rows * tokens, torch.float32, seed=2)
+    span = slice(row * tokens, (row + 1) * tokens)
+    y2[span], x2[span] = y[span], x[span]
+    assert same_bits(run(bed, y, x, first)[span], run(bed, y2, x2, second)[span])
+
+
+def test_ops_on_the_cpu() -> None:
+    bed = Bed([[r[0], 2] for r in RANKS], 33, [20, 9], site=0)
+    workspace = Workspace()
+    op = LinearOp(bed.data, bed.meta, bed.slot_elems, bed.zero_off, 0, 33, (20, 9), 128, workspace)
+    y, x = bed.inputs(12, torch.float32)
+    slots = [3, -1, 6]
+    row_slots = torch.tensor(slots, dtype=torch.int32)
+    before = y.clone()
+    got = op(y.view(3, 4, 29), x.view(3, 4, 33), row_slots, 3, {})
+    assert got.shape == (3, 4, 29) and same_bits(y, before)
+    bed.check(got.view(12, 29), y, x, slots)
+
+    table = Bed(RANKS, 50, [29], embedding=True)
+    embed = EmbeddingOp(table.data, table.meta, table.slot_elems, table.zero_off, table.site, 29, 128, workspace)
+    y, ids = table.inputs(12, torch.float32)
+    got = embed(y.view(3, 4, 29), ids.view(3, 4), row_slots, 3)
+    table.check(got.view(12, 29), y, ids, slots)
+
+
+def test_gradients_follow_the_input() -> None:
+    bed = Bed([[4]], 8, [8])
+    y, x = bed.inputs(2, torch.float32)
+    x.requires_grad_()
+    run(bed, y, x, [0, -1]).sum().backward()
+    assert x.grad is not None and x.grad[0].abs().sum() > 0 and x.grad[1].abs().sum() == 0
