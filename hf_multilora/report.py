@@ -1,8 +1,14 @@
-"""What people read: LoadReport (of one load) and Status (of the slots and both levels of cache)."""
+"""What people read: LoadReport (of one load) and Status (of the slots and both levels of cache).
+
+Each has a line for a prompt (`repr`), a text (`print`), a table for a notebook, and `to_dict` for programs.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any
 
 
@@ -25,6 +31,31 @@ class LoadReport:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def __repr__(self) -> str:
+        return f"LoadReport({self._title()})"
+
+    def __str__(self) -> str:
+        return "\n".join([self._title(), *(f"  {key:<9} {value}" for key, value in self._details())])
+
+    def _repr_html_(self) -> str:
+        return _html_table(self._title(), None, self._details())
+
+    def _title(self) -> str:
+        title = f"{self.name}: rank {self.rank}, {count(len(self.modules), 'module')}, {megabytes(self.nbytes)}"
+        title += f", loaded in {self.load_ms:.1f} ms"
+        return title + (f", {count(len(self.warnings), 'warning')}" if self.warnings else "")
+
+    def _details(self) -> list[tuple[str, str]]:
+        rows = [
+            ("source", self.source),
+            ("base", self.base_model or "not named"),
+            ("modules", summarise_modules(self.modules)),
+            ("version", f"generation {self.generation}, fingerprint {self.fingerprint[:12] or 'none'}"),
+        ]
+        rows += [("ignored", _abridge(self.ignored))] if self.ignored else []
+        rows += [("left out", _abridge(self.left_out))] if self.left_out else []
+        return rows + [("warning", warning) for warning in self.warnings]
 
 
 @dataclass
@@ -66,5 +97,138 @@ class Status:
     resident: CacheCounters  # slots
     registered: CacheCounters  # host memory
 
+    _ADAPTER_HEAD = ("adapter", "rank", "size", "slot", "pinned", "in use", "source")
+    _LEVEL_HEAD = ("level", "hits", "misses", "evictions", "brought in", "time")
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def __repr__(self) -> str:
+        return f"Status({self._title()})"
+
+    def __str__(self) -> str:
+        adapters = _text_table(self._ADAPTER_HEAD, self._adapter_rows())
+        return "\n\n".join([self._title(), adapters, _text_table(self._LEVEL_HEAD, self._level_rows())])
+
+    def _repr_html_(self) -> str:
+        return _html_table(self._title(), self._ADAPTER_HEAD, self._adapter_rows()) + _html_table(
+            None, self._LEVEL_HEAD, self._level_rows()
+        )
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        return Group(
+            _rich_table(self._title(), self._ADAPTER_HEAD, self._adapter_rows()),
+            _rich_table(None, self._LEVEL_HEAD, self._level_rows()),
+        )
+
+    def _title(self) -> str:
+        used = sum(name is not None for name in self.slots)
+        return (
+            f"{used} of {count(self.max_loras, 'slot')} in use, {count(len(self.adapters), 'adapter')} registered, "
+            f"{megabytes(self.slot_bytes)} a slot (rank {self.max_lora_rank}, {self.dtype}, {self.device})"
+        )
+
+    def _adapter_rows(self) -> list[tuple[str, ...]]:
+        rows = [
+            (
+                adapter.name,
+                str(adapter.rank),
+                megabytes(adapter.nbytes),
+                "-" if adapter.slot is None else str(adapter.slot),
+                "yes" if adapter.pinned else "",
+                str(adapter.in_use or ""),
+                adapter.source,
+            )
+            for adapter in self.adapters
+        ]
+        names = {adapter.name for adapter in self.adapters}
+        # A mix has a slot of its own but is not registered: it is composed from adapters that are.
+        mixes = [(name, slot) for slot, name in enumerate(self.slots) if name is not None and name not in names]
+        return rows + [(name, "", "", str(slot), "", "", "mix") for name, slot in mixes]
+
+    def _level_rows(self) -> list[tuple[str, ...]]:
+        levels = (("slots", self.resident), ("host memory", self.registered))
+        return [
+            (name, str(c.hits), str(c.misses), str(c.evictions), megabytes(c.nbytes), f"{c.ms:.1f} ms")
+            for name, c in levels
+        ]
+
+
+def megabytes(nbytes: int) -> str:
+    """Return bytes as people read them, in powers of ten.
+
+    >>> megabytes(84_000_000), megabytes(6_815_744), megabytes(476_224), megabytes(1_350_000_000)
+    ('84 MB', '6.8 MB', '476 kB', '1.35 GB')
+    """
+    if nbytes >= 1e9:
+        return f"{nbytes / 1e9:.2f} GB"
+    if nbytes >= 1e6:
+        return f"{nbytes / 1e6:.1f}".removesuffix(".0") + " MB"
+    return f"{nbytes / 1e3:.0f} kB"
+
+
+def count(n: int, noun: str) -> str:
+    """Return "1 slot", "2 slots"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def summarise_modules(modules: dict[str, int]) -> str:
+    """Return how many modules of each kind were trained, and at which ranks.
+
+    >>> summarise_modules({"layers.0.q_proj": 8, "layers.1.q_proj": 8, "layers.1.v_proj": 4, "lm_head": 8})
+    'q_proj 2 x r8, v_proj 1 x r4, lm_head 1 x r8'
+    """
+    kinds = Counter((path.rpartition(".")[2], rank) for path, rank in modules.items())
+    return ", ".join(f"{kind} {n} x r{rank}" for (kind, rank), n in kinds.items())
+
+
+def _abridge(items: Sequence[str], shown: int = 8) -> str:
+    text = ", ".join(items[:shown])
+    return text if len(items) <= shown else f"{text} and {len(items) - shown} more"
+
+
+def _numeric(head: str) -> bool:
+    return head in ("rank", "size", "slot", "in use", "hits", "misses", "evictions", "brought in", "time")
+
+
+def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
+    lines = []
+    for row in [head, *rows]:
+        cells = zip(head, row, widths, strict=True)
+        lines.append("  ".join(c.rjust(w) if _numeric(h) else c.ljust(w) for h, c, w in cells).rstrip())
+    return "\n".join(lines)
+
+
+def _rich_table(title: str | None, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in head:
+        table.add_column(name, justify="right" if _numeric(name) else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def _html_table(title: str | None, head: Sequence[str] | None, rows: Iterable[Sequence[str]]) -> str:
+    # No colour of its own but a translucent grey: text and background stay the page's, light or dark.
+    cell = "padding:.15em 1em .15em 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
+    lines = [f"<p style='margin:.5em 0 .25em'><strong>{escape(title)}</strong></p>"] if title else []
+    lines.append("<table style='border-collapse:collapse;background:transparent;color:inherit'>")
+    if head:
+        aligned = ((name, "right" if _numeric(name) else "left") for name in head)
+        cells = "".join(f"<th style='{cell};text-align:{side}'>{escape(name)}</th>" for name, side in aligned)
+        lines.append(f"<thead><tr>{cells}</tr></thead>")
+    lines.append("<tbody>")
+    for row in rows:
+        sides = ["right" if head and _numeric(head[i]) else "left" for i in range(len(row))]
+        cells = "".join(
+            f"<td style='{cell};text-align:{side}'>{escape(text)}</td>" for side, text in zip(sides, row, strict=True)
+        )
+        lines.append(f"<tr style='background:transparent'>{cells}</tr>")
+    return "\n".join([*lines, "</tbody></table>"])
