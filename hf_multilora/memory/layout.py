@@ -1,0 +1,100 @@
+"""Which sites a model has, and how many bytes their factors take inside a slot.
+
+A site is one slice of one wrapped layer. Sites are numbered over the whole model in the order of the targets; the
+slices of one layer are consecutive, in the order of its output rows. A host block and a slot hold the same bytes:
+
+    header   int64 [n_sites, 3] = (a_off, b_off, rank), padded to 256 bytes. Offsets count elements of the lora dtype
+             from the first byte of the slot; rank 0 = not trained, with offsets 0
+    factors  each at a multiple of 64 bytes
+             linear site:    A [rank, in] row-major;  B transposed, [rank, out] row-major, the whole scaling folded in
+             embedding site: A transposed, [V, rank]; B transposed, [rank, d], the whole scaling folded in
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ..adapters.targets import Target
+
+FACTOR_ALIGN = 64
+SLOT_ALIGN = 256
+
+
+def align(nbytes: int, to: int) -> int:
+    """Return `nbytes` rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to
+
+
+@dataclass(frozen=True)
+class Site:
+    """One slice of one wrapped layer; `out_features` is the width of the slice."""
+
+    index: int
+    path: str
+    slice: int
+    kind: str  # "linear" | "embedding"
+    in_features: int  # embedding: rows of the table
+    out_features: int
+
+    def a_shape(self, rank: int) -> tuple[int, int]:
+        """Shape of the A factor as it is stored."""
+        return (self.in_features, rank) if self.kind == "embedding" else (rank, self.in_features)
+
+    def b_shape(self, rank: int) -> tuple[int, int]:
+        """Shape of the B factor as it is stored."""
+        return (rank, self.out_features)
+
+    def nbytes(self, rank: int, itemsize: int) -> int:
+        """Bytes of both factors at `rank`, alignment included."""
+        a, b = rank * self.in_features * itemsize, rank * self.out_features * itemsize
+        return align(a, FACTOR_ALIGN) + align(b, FACTOR_ALIGN)
+
+
+class Layout:
+    """The sites of one model, in order.
+
+    Attributes:
+        sites: all sites; `sites[i].index == i`.
+        n_sites: their number.
+        header_bytes: bytes of the header, padding included.
+        max_dim: the largest in_features or out_features of any site.
+    """
+
+    def __init__(self, sites: Iterable[Site]) -> None:
+        self.sites = tuple(sites)
+        self.n_sites = len(self.sites)
+        self.header_bytes = align(self.n_sites * 3 * 8, SLOT_ALIGN)
+        self.max_dim = max((max(s.in_features, s.out_features) for s in self.sites), default=1)
+        self._by_key = {(s.path, s.slice): s for s in self.sites}
+
+    @classmethod
+    def from_targets(cls, targets: Mapping[str, Target]) -> Layout:
+        """Number the slices of `targets` (module path -> Target) in the mapping's order."""
+        sites: list[Site] = []
+        for target in targets.values():
+            widths = [width for _, width in target.slices] or [target.out_features]
+            for i, width in enumerate(widths):
+                sites.append(Site(len(sites), target.path, i, target.kind, target.in_features, width))
+        return cls(sites)
+
+    def site(self, path: str, slice: int = 0) -> Site:
+        """Return the site of one slice of a layer.
+
+        Raises:
+            KeyError: no such layer or slice.
+        """
+        return self._by_key[path, slice]
+
+    def packed_bytes(self, ranks: Mapping[int, int], dtype: torch.dtype) -> int:
+        """Bytes of a block whose sites have `ranks` (site -> rank) and share no factor."""
+        itemsize = dtype.itemsize
+        return self.header_bytes + sum(self.sites[i].nbytes(rank, itemsize) for i, rank in ranks.items())
+
+    def default_slot_bytes(self, max_rank: int, dtype: torch.dtype) -> int:
+        """Bytes of a slot with room for every site at `max_rank`."""
+        return align(self.packed_bytes(dict.fromkeys(range(self.n_sites), max_rank), dtype), SLOT_ALIGN)
