@@ -24,7 +24,7 @@ class MultiLoraConfig:
         extra_vocab_size: columns added to the logits for adapters' own tokens.
         on_demand: load an unknown id that is a folder or holds a slash at first use.
         lora_dtype: dtype of the slots; "auto" follows the base weights (bfloat16 where those are quantised).
-        target_modules: suffixes (list) or a regex (str, full match) that narrow what is wrapped; None wraps everything.
+        target_modules: suffixes (list) or a regex (str, full match) that narrow what is wrapped; None wraps all.
 
     Raises:
         ConfigError: a value out of range, or of the wrong type.
@@ -46,7 +46,7 @@ class MultiLoraConfig:
                 raise ConfigError(f"{name}={value!r}: expected an integer of at least 1.")
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
-                f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}: whatever is in a slot is "
+                f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}: what is in a slot is "
                 f"kept in host memory too. Raise max_cpu_loras to at least {self.max_loras}, or leave it None."
             )
         if self.slot_bytes is not None and self.slot_bytes < 1:

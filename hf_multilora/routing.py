@@ -69,11 +69,24 @@ class RowState:
         )
 
 
+class Unrouted:
+    """Stands where a default adapter is set but no call is running: whoever reads it is told what to do."""
+
+    def __init__(self, default: Any) -> None:
+        self._default = default
+
+    def error(self, where: str) -> RoutingError:
+        return RoutingError(
+            f"{where} was called outside of the model's own forward while the default adapter is {self._default!r}: "
+            "its rows are unknown. Call the whole model, or wrap the call in `with model.multilora.use(ids):`."
+        )
+
+
 class Routing:
     """The state in force for one model; `state` is None where every row is the base model."""
 
     def __init__(self, device: torch.device, capacity: int = 1024) -> None:
-        self.state: RowState | None = None
+        self.state: RowState | Unrouted | None = None
         self.rows = 1
         self._allocate(device, capacity)
 
@@ -85,18 +98,18 @@ class Routing:
     def to(self, device: torch.device) -> None:
         self._allocate(device, self.static.numel())
 
-    def publish(self, state: RowState | None) -> RowState | None:
+    def publish(self, state: RowState | Unrouted | None) -> RowState | Unrouted | None:
         """Put a state in force and return the one it replaces, which the caller puts back afterwards."""
         previous = self.state
         self.state = state
-        if state is not None:
+        if isinstance(state, RowState):
             self.rows = state.rows
         return previous
 
     def fill_static(self) -> None:
         """Bring the buffer that compiled forwards read up to date; to be called outside of the graph."""
         state = self.state
-        if state is None or state is self._in_static:
+        if not isinstance(state, RowState) or state is self._in_static:
             return
         if state.rows > self.static.numel():
             self._allocate(self.static.device, 2 * state.rows)

@@ -9,17 +9,23 @@ is one setattr. The base layer itself stays out of the module tree, under `base_
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..routing import Routing
+from ..routing import Routing, Unrouted
 
-# What accelerate puts on a module that it hooks. It stays on the base layer: a wrapper that seemed to be hooked would be
-# handed the base's own forward as "the old one", and the adapters would be lost without a word.
+# What accelerate puts on a module that it hooks. It stays on the base layer: a wrapper that seemed to be hooked would
+# be handed the base's own forward as "the old one", and the adapters would be lost without a word.
 _HOOKED = ("forward", "_hf_hook", "_old_forward")
 _OWN = ("base_layer", "_routing", "_sites", "_op", "_path")
+
+
+@functools.cache
+def _class_for(wrapper: type[Any], layer_type: type[Any]) -> type[Any]:
+    return type(f"Lora{layer_type.__name__}", (wrapper, layer_type), {"__module__": wrapper.__module__})
 
 
 class LoraLayer(nn.Module):
@@ -37,8 +43,8 @@ class LoraLayer(nn.Module):
     @classmethod
     def wrap(cls, base: nn.Module, path: str, routing: Routing) -> LoraLayer:
         """Make a wrapper of `base`, of a class that derives from this one and from the base's own class."""
-        wrapped = type(f"Lora{type(base).__name__}", (cls, type(base)), {"__module__": cls.__module__})
-        self = wrapped.__new__(wrapped)
+        wrapped: Any = _class_for(cls, type(base))  # type: ignore[arg-type]
+        self: LoraLayer = wrapped.__new__(wrapped)
         self.__dict__.update({k: v for k, v in base.__dict__.items() if k not in _HOOKED})
         self.__dict__.update(base_layer=base, _routing=routing, _sites=frozenset(), _op=None, _path=path)
         return self
@@ -82,9 +88,11 @@ class LoraLayer(nn.Module):
     def _delta(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """`y` with the deltas of the rows' adapters; the caller has seen that some adapter is active."""
         routing = self._routing
+        state = routing.state
+        if isinstance(state, Unrouted):
+            raise state.error(self._path)
         if torch.compiler.is_compiling():
             return self._op(y, x, routing.static, routing.rows)
-        state = routing.state
         if state is None or self._sites.isdisjoint(state.touched):
             return y
         if x.shape[0] != state.rows:

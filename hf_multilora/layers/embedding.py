@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..routing import Unrouted
 from .base import LoraLayer
 from .registry import register_layer
 
@@ -34,16 +35,19 @@ class LoraEmbedding(LoraLayer):
         if not isinstance(scale, torch.Tensor):
             return cls.scale * float(scale)
         # Gemma casts its scale to the weight's dtype before it multiplies; the adapter's part is scaled alike.
-        return cls.scale * float(scale.to(base.weight.dtype))
+        return cls.scale * float(scale.to(base.weight.dtype))  # type: ignore[arg-type]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         y = self.base_layer.forward(ids)
-        state = self._routing.state
+        routing = self._routing
+        state = routing.state
         if state is None:
             return y
+        if isinstance(state, Unrouted):
+            raise state.error(self._path)
         if not torch.compiler.is_compiling() and self._sites.isdisjoint(state.touched):
             return y
-        rows = self._routing.rows
+        rows = routing.rows
         if ids.dim() == 2 and ids.shape[0] == 1 and rows > 1 and not state.uniform:
             ids = ids.expand(rows, -1).contiguous()
             y = y.expand(rows, -1, -1).contiguous()

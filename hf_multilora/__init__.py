@@ -1,0 +1,43 @@
+"""Many LoRA adapters, one generate() call: multi-LoRA for Hugging Face transformers models."""
+
+from ._version import __version__
+from .api import MultiLora, disable_multilora, enable_multilora, estimate_memory
+from .config import MultiLoraConfig
+from .errors import (
+    AdapterExistsError,
+    AdapterFormatError,
+    AdapterMatchError,
+    AdapterNotFoundError,
+    CacheMismatchError,
+    ConfigError,
+    ModelError,
+    MultiLoraError,
+    RoutingError,
+    SlotError,
+    UnsupportedAdapterError,
+)
+from .layers.registry import register_layer
+from .report import LoadReport, Status
+
+__all__ = [
+    "AdapterExistsError",
+    "AdapterFormatError",
+    "AdapterMatchError",
+    "AdapterNotFoundError",
+    "CacheMismatchError",
+    "ConfigError",
+    "LoadReport",
+    "ModelError",
+    "MultiLora",
+    "MultiLoraConfig",
+    "MultiLoraError",
+    "RoutingError",
+    "SlotError",
+    "Status",
+    "UnsupportedAdapterError",
+    "__version__",
+    "disable_multilora",
+    "enable_multilora",
+    "estimate_memory",
+    "register_layer",
+]

@@ -1,0 +1,384 @@
+"""enable_multilora, disable_multilora, and the handle that an enabled model carries as `model.multilora`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .adapters.load import load_plan
+from .config import MultiLoraConfig
+from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, closest
+from .generation.calls import Calls
+from .generation.ids import BASE, names_of
+from .generation.mixin import MultiLoraMixin, swap_class
+from .inject import Survey, guard_forward, placement, survey, swap_in, swap_out
+from .kernels.ops import EmbeddingOp, LinearOp, Workspace
+from .memory.estimate import estimate_memory as estimate_layout
+from .memory.layout import Layout
+from .memory.pack import pack
+from .memory.store import AdapterStore, Loaded
+from .peft_model import Takeover, is_peft_model, take_over
+from .report import AdapterStatus, LoadReport, Status
+from .routing import Routing
+
+logger = logging.get_logger(__name__)
+
+
+def enable_multilora(model: Any, config: MultiLoraConfig | None = None, **options: Any) -> Any:
+    """Give a transformers model slots for LoRA adapters; returns the same object.
+
+    Afterwards `model.load_adapter(path, adapter_name="a")` registers adapters, and
+    `model.generate(..., adapter_ids=["a", None, "b"])` answers every row through its own. Nothing outside of this
+    instance is changed, and `disable_multilora(model)` gives the model back bit for bit.
+
+    Args:
+        model: any PreTrainedModel. Of a PeftModel the transformers model inside is enabled and returned, and its
+            adapters are registered.
+        config: the options as one object; or give them as keywords (see `MultiLoraConfig`).
+
+    Raises:
+        ConfigError: an unknown or impossible option.
+        ModelError: enabled already, natively injected adapters, no layer that can carry an adapter.
+        SlotError: no room on the device for the slots.
+    """
+    config = _config(config, options)
+    takeover = None
+    if is_peft_model(model):
+        takeover = take_over(model)
+        model = takeover.model
+    try:
+        _check_model(model)
+        handle = MultiLora(model, config, takeover)
+    except BaseException:
+        if takeover is not None:
+            takeover.give_back()
+        raise
+    if takeover is not None:
+        try:
+            for name, (tensors, adapter_config) in takeover.adapters.items():
+                handle.load(tensors, name, config=adapter_config)
+        except BaseException:
+            handle.detach()
+            raise
+    return model
+
+
+def disable_multilora(model: Any) -> Any:
+    """Give the model back exactly as it was before `enable_multilora`; returns the same object.
+
+    Raises:
+        ModelError: not enabled, calls in flight, or a wrapper was replaced by somebody else since.
+    """
+    if not isinstance(model, MultiLoraMixin):
+        raise ModelError("The model is not enabled: there is nothing to disable.")
+    model.multilora.detach()
+    return model
+
+
+def estimate_memory(model: Any, config: MultiLoraConfig | None = None, **options: Any) -> dict[str, Any]:
+    """Bytes that `enable_multilora(model, ...)` would allocate; nothing is allocated or changed.
+
+    Returns:
+        dict: see `hf_multilora.memory.estimate.estimate_memory`.
+    """
+    if isinstance(model, MultiLoraMixin):
+        return model.multilora.estimate_memory(**options)
+    config = _config(config, options)
+    seen = survey(model, config)
+    _, dtype = placement(seen.found, config)
+    return _estimate(Layout.from_targets(seen.table.targets), config, dtype)
+
+
+class MultiLora:
+    """The handle of an enabled model: adapters, slots, and the ids of calls that cannot pass them."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: MultiLoraConfig,
+        takeover: Takeover | None = None,
+        store: AdapterStore | None = None,
+    ) -> None:
+        self.config = config
+        self._model = model
+        self._takeover = takeover
+        self._survey: Survey = survey(model, config)
+        device, dtype = placement(self._survey.found, config)
+        # Everything that can fail comes before the first change of the model.
+        self._layout = Layout.from_targets(self._survey.table.targets)
+        self.store = store or AdapterStore(self._layout, config, device, dtype)
+        self._routing = Routing(self.store.arena.device)
+        self.calls = Calls(self.store, self._routing, self.ensure, lambda: model.training)
+        model.__dict__.pop("_compiled_call", None)
+        self._wrappers = swap_in(self._survey.found, self._routing)
+        self._bind()
+        self._unguard = guard_forward(model)
+        self._old_class = swap_class(model)
+        model.__dict__["multilora"] = self
+
+    def _bind(self) -> None:
+        """Build the ops of all wrappers over the arena as it lies now."""
+        arena, workspace = self.store.arena, Workspace()
+        for path, wrapper in self._wrappers.items():
+            target = self._survey.found[path].target
+            first = self._layout.site(path, 0).index
+            common = (arena.data, arena.meta, arena.slot_elems, arena.zero_off, first)
+            op: LinearOp | EmbeddingOp
+            if target.kind == "embedding":
+                op = EmbeddingOp(*common, target.out_features, self.config.max_lora_rank, workspace)
+            else:
+                op = LinearOp(*common, target.in_features, target.widths, self.config.max_lora_rank, workspace)
+            wrapper.bind(frozenset(range(first, first + len(target.widths))), op)
+
+    def load(
+        self,
+        source: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+        name: str | None = None,
+        *,
+        config: dict[str, Any] | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        subfolder: str | None = None,
+        reload: bool = False,
+        strict_base: bool = False,
+        ignore_untargeted: bool = False,
+        local_files_only: bool = False,
+    ) -> LoadReport:
+        """Register an adapter: read, check and pack it into host memory. It takes a slot when a call first names it.
+
+        Args:
+            source: folder, hub id, or tensors by their names in a checkpoint (then `config` is adapter_config.json).
+            name: the id to use later; the source itself if not given.
+            revision, token, subfolder, local_files_only: as in huggingface_hub.
+            reload: replace an adapter of this name. Rows in flight end on the weights they began with; if the new ones
+                cannot be loaded, the old ones stay.
+            strict_base: refuse an adapter that names another base model (else the report warns).
+            ignore_untargeted: leave out what `target_modules` of enable_multilora excludes (the report names it).
+
+        Raises:
+            AdapterExistsError: the name exists, and reload is False.
+            AdapterFormatError, AdapterMatchError, UnsupportedAdapterError: the checkpoint cannot be served; the
+                message says what and where. Nothing is changed then.
+            SlotError: it does not fit a slot, or host memory is full of pinned adapters.
+        """
+        in_memory = isinstance(source, Mapping)
+        if name is None:
+            if in_memory:
+                raise ConfigError("Tensors in memory need a name: load(tensors, name, config=...).")
+            name = os.fspath(source)  # type: ignore[arg-type]
+        if not isinstance(name, str) or not name or name == BASE:
+            raise ConfigError(f"{name!r} cannot name an adapter: expected a non-empty string other than {BASE!r}.")
+        read = functools.partial(
+            self._read,
+            dict(source) if in_memory else source,  # type: ignore[arg-type]
+            max_lora_rank=self.config.max_lora_rank,
+            config=config,
+            revision=revision,
+            token=token,
+            subfolder=subfolder,
+            strict_base=strict_base,
+            ignore_untargeted=ignore_untargeted,
+            local_files_only=local_files_only,
+        )
+        return self.store.register(name, read, reload=reload, evictable=not in_memory).report
+
+    def load_many(self, sources: Mapping[str, Any], **options: Any) -> dict[str, LoadReport]:
+        """Register several adapters, `{name: source}`, with a progress bar (transformers' switches hide it)."""
+        bar = logging.tqdm(sources.items(), desc="Loading adapters", unit="adapter")
+        return {name: self.load(source, name, **options) for name, source in bar}
+
+    def _read(self, source: Any, **options: Any) -> Loaded:
+        with load_plan(source, self._survey.table, **options) as plan:
+            arena = self.store.arena
+            packed = pack(plan.factors, self._layout, arena.dtype, pin=arena.device.type == "cuda")
+            modules: dict[str, int] = {}
+            for factor in plan.factors:
+                modules[factor.path] = max(modules.get(factor.path, 0), factor.rank)
+            return Loaded(
+                packed,
+                source=plan.source,
+                fingerprint=plan.fingerprint_of_source,
+                modules=modules,
+                base_model=plan.base_model,
+                ignored=plan.ignored,
+                left_out=plan.left_out,
+                warnings=plan.warnings,
+            )
+
+    def reload(self, name: str, source: Any = None, **options: Any) -> LoadReport:
+        """Read an adapter again, from `source` or from where it came; see `load`."""
+        if source is not None:
+            return self.load(source, name, reload=True, **options)
+        return self.store.reload(name).report
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. Calls that use it end first; then its slot and its host memory are free.
+
+        Raises:
+            AdapterNotFoundError: not registered.
+            SlotError: called from inside of a call that uses it, which would wait for itself.
+        """
+        call = self.calls.current()
+        if call is not None and call.lease is not None:
+            busy = {n for key in call.lease.slots for n in names_of(key)}
+            if name in busy:
+                raise SlotError(f"{name!r} is in use by the call that this runs in. Unload it after that call.")
+        if name in names_of(self.calls.default):
+            self.calls.default = None
+        self.store.unload(name)
+
+    def pin(self, name: str) -> None:
+        """Bring an adapter into a slot and keep it there, and in host memory, until `unpin`.
+
+        Raises:
+            SlotError: every slot is pinned already.
+        """
+        self.ensure(name)
+        self.store.pin(name)
+
+    def unpin(self, name: str) -> None:
+        """Let an adapter be evicted again."""
+        self.store.unpin(name)
+
+    def prefetch(self, names: str | Iterable[str]) -> None:
+        """Start to bring adapters into slots while the device computes; nothing that is in use is evicted."""
+        wanted = [names] if isinstance(names, str) else list(names)
+        for name in wanted:
+            self.ensure(name)
+        self.store.prefetch(wanted)
+
+    def use(self, adapter_ids: Any) -> AbstractContextManager[None]:
+        """Ids for code that cannot pass them: `with model.multilora.use(["a", None]): compiled_model(...)`.
+
+        The block holds the model's lock: other threads wait until it ends. Outputs carry no gradient.
+        """
+        return self.calls.use(adapter_ids)
+
+    @property
+    def adapters(self) -> dict[str, AdapterStatus]:
+        """Registered adapters by name."""
+        return {adapter.name: adapter for adapter in self.status().adapters}
+
+    def status(self) -> Status:
+        """Slots, adapters, and the statistics of both levels of cache."""
+        return self.store.status()
+
+    def estimate_memory(self, **options: Any) -> dict[str, Any]:
+        """Bytes of the slots as they are, or as they would be with other options."""
+        config = replace(self.config, **options)
+        return _estimate(self._layout, config, config.torch_dtype() or self.store.arena.dtype)
+
+    def ensure(self, name: str) -> None:
+        """Load a name that is not registered yet, where on-demand loading allows it.
+
+        Raises:
+            AdapterNotFoundError: with the closest names, and what would load it.
+        """
+        if name in self.store:
+            return
+        if self.config.on_demand and ("/" in name or Path(name).is_dir()):
+            self.store.register(name, functools.partial(self._read, name, max_lora_rank=self.config.max_lora_rank))
+            return
+        known = self.store.names()
+        hint = "" if self.config.on_demand else " On-demand loading is off (on_demand=False)."
+        listed = f" Registered: {', '.join(map(repr, known[:8]))}{' …' if len(known) > 8 else ''}." if known else ""
+        raise AdapterNotFoundError(
+            f"No adapter {name!r} is registered.{closest(name, known)}{listed}{hint} Load it first: "
+            f"model.load_adapter(path, adapter_name={name!r})."
+        )
+
+    def follow_model(self) -> None:
+        """After model.to(), half() and the like: slots and adapters move along."""
+        device, dtype = placement(self._survey.found, self.config)
+        arena = self.store.arena
+        if device == arena.device and dtype == arena.dtype:
+            return
+        self.store.retarget(device, dtype)
+        self._routing.to(self.store.arena.device)
+        self._bind()
+
+    def copy_model(self, memo: dict[int, Any]) -> Any:
+        """A deep copy of the model, enabled, with slots of its own and the same adapters registered."""
+        with self.calls.lock:
+            model = self._model
+            self._take_off()
+            try:
+                twin = copy.deepcopy(model, memo)
+            finally:
+                self._put_on()
+            handle = MultiLora(twin, self.config, None, copy.deepcopy(self.store))
+            handle.calls.default = self.calls.default
+            return twin
+
+    def detach(self) -> None:
+        """Undo everything (see `disable_multilora`)."""
+        with self.calls.lock:
+            if self.calls.current() is not None:
+                raise ModelError("disable_multilora was called from inside of a call. Let the call end first.")
+            self.store.close()
+            self._take_off()
+            if self._takeover is not None:
+                self._takeover.give_back()
+
+    def _take_off(self) -> None:
+        swap_out(self._survey.found, self._wrappers)
+        self._unguard()
+        self._model.__class__ = self._old_class
+        del self._model.__dict__["multilora"]
+        self._model.__dict__.pop("_compiled_call", None)
+
+    def _put_on(self) -> None:
+        self._wrappers = swap_in(self._survey.found, self._routing)
+        self._bind()
+        self._unguard = guard_forward(self._model)
+        swap_class(self._model)
+        self._model.__dict__["multilora"] = self
+
+    def __repr__(self) -> str:
+        return f"MultiLora({self.status()!s})"
+
+    def _repr_html_(self) -> str:
+        return self.status()._repr_html_()
+
+
+def _config(config: MultiLoraConfig | None, options: dict[str, Any]) -> MultiLoraConfig:
+    known = MultiLoraConfig.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"enable_multilora has no option {name!r}.{closest(name, known)}")
+    if config is None:
+        config = MultiLoraConfig(**options)
+    elif options:
+        raise ConfigError(f"Give config= or single options, not both (got config and {', '.join(options)}).")
+    if config.extra_vocab_size:
+        raise ConfigError("extra_vocab_size: adapters with tokens of their own are not served in this version.")
+    return config
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, MultiLoraMixin):
+        raise ModelError("The model is enabled already. Call disable_multilora(model) first to choose other options.")
+    if not isinstance(model, PreTrainedModel):
+        hint = ""
+        if hasattr(model, "_orig_mod"):
+            hint = " Enable the model first, then compile it: torch.compile(enable_multilora(model))."
+        raise ModelError(f"Expected a transformers PreTrainedModel or a PeftModel, got {type(model).__name__}.{hint}")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise ModelError(
+            "The model carries adapters that transformers injected (model.load_adapter). Enable a model without them, "
+            "and load them afterwards: they are then served through slots."
+        )
+
+
+def _estimate(layout: Layout, config: MultiLoraConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return estimate_layout(layout, config.max_loras, config.max_lora_rank, dtype, slot_bytes=config.slot_bytes)

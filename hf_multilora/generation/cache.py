@@ -1,0 +1,162 @@
+"""The KV tag: which adapter, in which generation, wrote each row of a cache.
+
+A tag rides on the cache object itself and follows it through repeat, select, reorder, crop and deepcopy. The cache's
+class is replaced by a subclass of the same name that carries these methods on; nothing else about it changes. A cache
+without a tag was written by the base model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, EncoderDecoderCache
+
+from ..errors import CacheMismatchError
+
+_KWARGS = ("cache", "past_key_values", "cache_params")
+
+
+class KVTag:
+    """Writers of the rows of one cache: None for the base, else (name, unique generation) or the parts of a mix."""
+
+    def __init__(self, rows: Sequence[Hashable | None], owner: object) -> None:
+        self._rows = tuple(rows)
+        self.owner = owner  # the call that wrote last; while it goes on, its own steps need no check
+        self._order: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> tuple[Hashable | None, ...]:
+        if self._order is not None:
+            self._rows = tuple(self._rows[i] for i in self._order.tolist())
+            self._order = None
+        return self._rows
+
+    def take(self, indices: torch.Tensor) -> None:
+        """Rows are now those at `indices` (int64 `[rows]`). Read from the device only when somebody asks."""
+        if len(set(self._rows)) == 1 and indices.numel() == len(self._rows):
+            return
+        self._order = indices.reshape(-1) if self._order is None else self._order[indices.reshape(-1)]
+
+    def repeat(self, times: int) -> None:
+        self._rows = tuple(row for row in self.rows for _ in range(times))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVTag:
+        return KVTag(self.rows, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_rows": self.rows, "owner": None, "_order": None}
+
+
+class _Tagged:
+    """What a tagged cache adds to its class."""
+
+    multilora_tag: KVTag
+
+    def reorder_cache(self, beam_idx: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = super().reorder_cache(beam_idx, *args, **kwargs)  # type: ignore[misc]
+        self.multilora_tag.take(beam_idx)
+        return result
+
+    def batch_select_indices(self, indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = super().batch_select_indices(indices, *args, **kwargs)  # type: ignore[misc]
+        chosen = indices.nonzero() if indices.dtype == torch.bool else indices
+        self.multilora_tag.take(chosen)
+        return result
+
+    def batch_repeat_interleave(self, repeats: int, *args: Any, **kwargs: Any) -> Any:
+        result = super().batch_repeat_interleave(repeats, *args, **kwargs)  # type: ignore[misc]
+        self.multilora_tag.repeat(repeats)
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (type(self).__mro__[2],), self.__dict__.copy()
+
+
+@functools.cache
+def _tagged_class(cache_type: type[Any]) -> type[Any]:
+    names = {"__module__": cache_type.__module__, "__qualname__": cache_type.__qualname__, "__doc__": None}
+    return type(cache_type.__name__, (_Tagged, cache_type), names)
+
+
+def _rebuild(cache_type: type[Any]) -> Any:
+    return object.__new__(_tagged_class(cache_type))  # type: ignore[arg-type]
+
+
+def find_cache(kwargs: dict[str, Any], output: Any = None) -> Any:
+    """The cache that a forward was given or has made, or None."""
+    for name in _KWARGS:
+        cache = kwargs.get(name)
+        if cache is not None:
+            return cache
+    if output is not None:
+        for name in _KWARGS:
+            cache = getattr(output, name, None)
+            if cache is not None:
+                return cache
+    return None
+
+
+def check_cache(cache: Any, rows: Sequence[Hashable | None], owner: object) -> None:
+    """Refuse to go on from a cache that others have written.
+
+    Args:
+        cache: the cache of this forward; one that holds nothing yet is free for anybody.
+        rows: tags of the rows that are about to run.
+        owner: the call that runs them.
+
+    Raises:
+        CacheMismatchError: a row was written under another adapter, an older generation of it, or the base model.
+    """
+    tag = getattr(cache, "multilora_tag", None)
+    if tag is not None and owner is not None and tag.owner is owner:
+        return
+    written = _length(cache)
+    if not written:
+        return
+    before = tag.rows if tag is not None else (None,) * len(rows)
+    if len(before) != len(rows):
+        raise CacheMismatchError(
+            f"The KV cache holds {len(before)} rows, the batch has {len(rows)}. Repeat or select its rows first "
+            "(batch_repeat_interleave, batch_select_indices)."
+        )
+    for i, (old, new) in enumerate(zip(before, rows, strict=True)):
+        if old != new:
+            raise CacheMismatchError(
+                f"Row {i} of the KV cache was written by {_describe(old)}, and would go on under {_describe(new)}. "
+                "Keys and values of one adapter mean nothing to another: pass the same adapter_ids, or start from an "
+                "empty cache."
+            )
+
+
+def write_tag(cache: Any, rows: Sequence[Hashable | None], owner: object) -> None:
+    """Note on a cache that these rows have written it."""
+    tag = getattr(cache, "multilora_tag", None)
+    if tag is not None:
+        if tag.owner is not owner:
+            cache.multilora_tag = KVTag(rows, owner)
+        return
+    if not any(row is not None for row in rows) or not isinstance(cache, (Cache, EncoderDecoderCache)):
+        return
+    cache.__class__ = _tagged_class(type(cache))  # type: ignore[arg-type]
+    cache.multilora_tag = KVTag(rows, owner)  # type: ignore[union-attr]
+
+
+def _length(cache: Any) -> int:
+    try:
+        return int(cache.get_seq_length())
+    except (AttributeError, ValueError, TypeError):
+        # Caches of linear attention keep no length, tuples of old models have no method: treat them as written.
+        return 1
+
+
+def _describe(tag: Hashable | None) -> str:
+    if tag is None:
+        return "the base model"
+    if isinstance(tag, tuple) and tag and isinstance(tag[0], tuple):
+        return "the mix of " + ", ".join(_describe(part) for part in tag)
+    if isinstance(tag, tuple):
+        return f"adapter {tag[0]!r} (generation {tag[1]})"
+    return f"adapter {tag!r}"

@@ -1,0 +1,215 @@
+"""What an enabled model's class gets on top: generate() and forward with adapter ids, row expansion, waves."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import ModelError, RoutingError
+from .calls import batch_rows
+from .ids import one_of, to_keys
+from .waves import plan_waves, refuse_waves, run_waves
+from .words import AdapterWords
+
+if TYPE_CHECKING:
+    from ..api import MultiLora
+
+
+class MultiLoraMixin(AdapterWords):
+    """Mixed into the class of an enabled model, in front of the model's own class."""
+
+    multilora: MultiLora
+
+    def __call__(self, *args: Any, adapter_ids: Any = None, adapter_names: Any = None, **kwargs: Any) -> Any:
+        """The model's forward, each row through its own adapter.
+
+        Args:
+            adapter_ids: one id per row, or one for all rows; None: the call around, the default id, or the base.
+            adapter_names: PEFT's spelling of the same.
+
+        Raises:
+            RoutingError: ids that do not fit the rows, or ids inside a compiled call.
+            AdapterNotFoundError, SlotError: unknown names; more adapters than slots.
+            CacheMismatchError: a KV cache that another adapter wrote.
+        """
+        if torch.compiler.is_compiling():
+            if adapter_ids is not None or adapter_names is not None:
+                raise RoutingError("Names cannot be resolved inside a compiled call: use model.multilora.use(ids).")
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        ids = one_of(adapter_ids, adapter_names)
+        return self.multilora.calls.forward(super().__call__, args, kwargs, ids)  # type: ignore[misc]
+
+    def get_compiled_call(self, compile_config: Any) -> Any:
+        compiled = super().get_compiled_call(compile_config)  # type: ignore[misc]
+        return functools.partial(_compiled_forward, self, compiled)
+
+    def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._expand_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        call = self.multilora.calls.current()
+        if call is not None:
+            times = kwargs.get("expand_size", args[0] if args else 1)
+            rows = result[0].shape[0] if result[0] is not None else None
+            call.expand(times, rows)
+        return result
+
+    def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        with self.multilora.calls.published(self.multilora.calls.current()):
+            return super()._maybe_prepare_encoder_kwargs_for_generation(*args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        calls = self.multilora.calls
+        if calls.current() is not None or calls.default is not None:
+            raise RoutingError(
+                "Continuous batching does not carry adapter ids in this version. Use generate() with adapter_ids, or "
+                "drop the default adapter (model.disable_adapters()) to run the base model."
+            )
+        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs:
+            return super().resize_token_embeddings()  # type: ignore[misc]
+        raise ModelError(
+            "The vocabulary cannot be resized while the model is enabled: slots and adapters have the old width. Call "
+            "disable_multilora(model), resize, and enable again."
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        with self.multilora.calls.lock:
+            result = super()._apply(fn, recurse)  # type: ignore[misc]
+            self.multilora.follow_model()
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.multilora.copy_model(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("An enabled model cannot be pickled. Call disable_multilora(model) first, or save_pretrained.")
+
+
+class MultiLoraGenerationMixin(MultiLoraMixin):
+    """The same for models that generate."""
+
+    def generate(
+        self,
+        *args: Any,
+        adapter_ids: Any = None,
+        adapter_names: Any = None,
+        assistant_adapter_ids: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' generate(), each prompt row through its own adapter.
+
+        Args:
+            adapter_ids: one id per prompt row (a name, None for the base, or a mix `{"a": 0.7, "b": 0.3}`), or one for
+                all rows. Beams and return sequences are repeated for you.
+            adapter_names: PEFT's spelling of the same.
+            assistant_adapter_ids: ids for an enabled `assistant_model`; without them it runs its own default.
+
+        A batch that names more adapters than slots runs in waves. Everything else is as in transformers.
+
+        Raises:
+            RoutingError: ids that do not fit the rows.
+            AdapterNotFoundError, SlotError, CacheMismatchError: see `__call__`.
+        """
+        return _generate(
+            self,
+            super().generate,  # type: ignore[misc]
+            args,
+            kwargs,
+            one_of(adapter_ids, adapter_names),
+            assistant_adapter_ids,
+        )
+
+    def generate_batch(self, *args: Any, adapter_ids: Any = None, adapter_names: Any = None, **kwargs: Any) -> Any:
+        if one_of(adapter_ids, adapter_names) is not None:
+            raise RoutingError(
+                "generate_batch does not take adapter_ids in this version. Use generate() with adapter_ids."
+            )
+        return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
+
+
+def _compiled_forward(model: MultiLoraMixin, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    return model.multilora.calls.forward(compiled, args, kwargs)
+
+
+def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Any, assistant_ids: Any) -> Any:
+    calls = model.multilora.calls
+    if assistant_ids is not None:
+        return _with_assistant(model, fn, args, kwargs, ids, assistant_ids)
+    if ids is None and calls.current() is not None:
+        with calls.inherited():
+            return fn(*args, **kwargs)
+    if ids is None:
+        ids = calls.default
+    if ids is None:
+        return fn(*args, **kwargs)
+    rows = batch_rows(args, kwargs)
+    if rows is None:
+        rows = 1 if isinstance(ids, (str, dict, tuple)) else len(ids)
+    keys, _ = to_keys(ids, rows)
+    if kwargs.get("cache_implementation") == "paged" and any(key is not None for key in keys):
+        raise RoutingError('cache_implementation="paged" does not carry adapter ids in this version.')
+    slots = model.multilora.config.max_loras
+    count = len(calls.distinct(keys))
+    if count <= slots:
+        with calls.open(ids, rows):
+            return fn(*args, **kwargs)
+    refuse_waves(count, slots, kwargs, model.generation_config)
+
+    def one_wave(part: list[int], part_args: tuple[Any, ...], part_kwargs: dict[str, Any]) -> torch.Tensor:
+        with calls.open([ids[row] for row in part], len(part)):
+            return fn(*part_args, **part_kwargs)
+
+    return run_waves(one_wave, plan_waves(keys, slots), rows, args, kwargs, _pad(model, kwargs))
+
+
+def _with_assistant(model: Any, fn: Any, args: Any, kwargs: dict[str, Any], ids: Any, assistant_ids: Any) -> Any:
+    assistant = kwargs.get("assistant_model")
+    if not isinstance(assistant, MultiLoraMixin):
+        raise RoutingError(
+            "assistant_adapter_ids needs an assistant_model that is enabled too: enable_multilora(assistant_model)."
+        )
+    with assistant.multilora.calls.open(assistant_ids, batch_rows(args, kwargs)):
+        return _generate(model, fn, args, kwargs, ids, None)
+
+
+def _pad(model: Any, kwargs: dict[str, Any]) -> int:
+    """The id that generate() itself pads finished rows with."""
+    config = kwargs.get("generation_config") or model.generation_config
+    for source in (kwargs.get("pad_token_id"), config.pad_token_id, model.generation_config.pad_token_id):
+        if source is not None:
+            return int(source)
+    eos = kwargs.get("eos_token_id", config.eos_token_id)
+    eos = eos[0] if isinstance(eos, (list, tuple)) else eos
+    return 0 if eos is None else int(eos)
+
+
+def swap_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """Give `model` a class with the mixin in front, under the old name; returns the old class."""
+    old = type(model)
+    model.__class__ = _enabled_class(old)
+    return old
+
+
+@functools.cache
+def _enabled_class(old: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    mixin = MultiLoraGenerationMixin if hasattr(old, "generate") else MultiLoraMixin
+
+    # transformers reads the signature of forward to see what a model takes; wraps keeps it as it was.
+    @functools.wraps(old.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return old.forward(self, *args, **kwargs)
+        ids = one_of(kwargs.pop("adapter_ids", None), kwargs.pop("adapter_names", None))
+        return self.multilora.calls.forward(functools.partial(old.forward, self), args, kwargs, ids)
+
+    names = {
+        "__module__": old.__module__,
+        "__qualname__": old.__qualname__,
+        "__doc__": old.__doc__,
+        "forward": forward,
+    }
+    return type(old.__name__, (mixin, old), names)

@@ -1,0 +1,114 @@
+"""Waves: generate() for a batch that names more adapters than there are slots.
+
+The rows are split by adapter into parts that fit, each part is generated as a batch of its own, and the results come
+back in the caller's order, padded to one length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import SlotError
+from .ids import Key
+
+# Arguments that tell rows apart only along dimension 0; anything else that holds tensors cannot be split safely.
+_BY_ROW = {
+    "inputs", "input_ids", "attention_mask", "inputs_embeds", "token_type_ids", "input_features", "input_values",
+    "decoder_input_ids", "decoder_attention_mask", "decoder_inputs_embeds", "negative_prompt_ids",
+    "negative_prompt_attention_mask", "position_ids",
+}  # fmt: skip
+
+
+def plan_waves(keys: Sequence[Key | None], slots: int) -> list[list[int]]:
+    """Row numbers of each wave: adapters in the order of their first row, `slots` of them a wave; base rows first.
+
+    Example:
+        >>> plan_waves(["a", None, "b", "c", "a"], 2)
+        [[0, 1, 2, 4], [3]]
+    """
+    order = list(dict.fromkeys(key for key in keys if key is not None))
+    wave_of: dict[Key | None, int] = {key: i // slots for i, key in enumerate(order)}
+    wave_of[None] = 0
+    waves: list[list[int]] = [[] for _ in range(max(wave_of.values()) + 1)]
+    for row, key in enumerate(keys):
+        waves[wave_of[key]].append(row)
+    return waves
+
+
+def refuse_waves(count: int, slots: int, kwargs: dict[str, Any], config: Any) -> None:
+    """Raise where a batch of `count` adapters cannot run in waves.
+
+    Raises:
+        SlotError: naming the reason and the `max_loras` that would do.
+    """
+    returns_dict = kwargs.get("return_dict_in_generate")
+    if returns_dict is None:
+        returns_dict = getattr(kwargs.get("generation_config") or config, "return_dict_in_generate", False)
+    foreign = [
+        name
+        for name, value in kwargs.items()
+        if isinstance(value, torch.Tensor) and value.dim() and name not in _BY_ROW
+    ]
+    reasons = {
+        "a KV cache was passed in": any(
+            kwargs.get(n) is not None for n in ("cache", "past_key_values", "cache_params")
+        ),
+        "a streamer wants its tokens in step": kwargs.get("streamer") is not None,
+        "return_dict_in_generate asks for scores and caches of one batch": bool(returns_dict),
+        "encoder_outputs were passed in": kwargs.get("encoder_outputs") is not None,
+        f"{', '.join(foreign)} cannot be split by rows": bool(foreign),
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise SlotError(
+                f"The batch names {count} adapters, there are {slots} slots, and it cannot run in waves: {reason}. "
+                f"Enable the model with max_loras={count} or more, or name fewer adapters in one batch."
+            )
+
+
+def take_rows(value: Any, name: str, rows: torch.Tensor, total: int) -> Any:
+    """The part of an argument that belongs to `rows`."""
+    if not isinstance(value, torch.Tensor) or name not in _BY_ROW:
+        return value
+    dim = 1 if name == "position_ids" and value.dim() == 3 else 0
+    if value.shape[dim] != total:
+        return value
+    return value.index_select(dim, rows.to(value.device))
+
+
+def merge(parts: list[torch.Tensor], waves: list[list[int]], total: int, pad: int) -> torch.Tensor:
+    """Sequences `[rows of a wave * k, length]` of each wave -> `[rows * k, longest]` in the caller's order.
+
+    Example:
+        >>> import torch
+        >>> merge([torch.tensor([[1, 2]]), torch.tensor([[3, 4, 5]])], [[1], [0]], 2, 0).tolist()
+        [[3, 4, 5], [1, 2, 0]]
+    """
+    times = parts[0].shape[0] // len(waves[0])
+    length = max(part.shape[1] for part in parts)
+    merged = parts[0].new_full((total * times, length), pad)
+    for part, rows in zip(parts, waves, strict=True):
+        at = torch.tensor([row * times + i for row in rows for i in range(times)], device=part.device)
+        merged[at, : part.shape[1]] = part
+    return merged
+
+
+def run_waves(
+    generate: Callable[[list[int], tuple[Any, ...], dict[str, Any]], torch.Tensor],
+    waves: list[list[int]],
+    total: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    pad: int,
+) -> torch.Tensor:
+    """Generate wave after wave; `generate` gets the rows of a wave and that wave's arguments."""
+    parts = []
+    for rows in waves:
+        index = torch.tensor(rows)
+        part_args = tuple(take_rows(v, "inputs" if i == 0 else "", index, total) for i, v in enumerate(args))
+        part_kwargs = {name: take_rows(value, name, index, total) for name, value in kwargs.items()}
+        parts.append(generate(rows, part_args, part_kwargs))
+    return merge(parts, waves, total, pad)

@@ -1,0 +1,351 @@
+"""Finds the layers of a model that can carry adapters, swaps wrappers in, and puts the base layers back."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .adapters.targets import Target, TargetTable
+from .config import MultiLoraConfig
+from .errors import ConfigError, ModelError, closest
+from .layers import LoraLayer, wrapper_for
+from .routing import Routing
+
+# Fused projections whose output rows are plain concatenations: name -> (names of the parts, pattern that the source of
+# the class that owns the layer must match, so that the order of the parts is known and not guessed).
+_FUSED = {
+    "qkv_proj": (("q_proj", "k_proj", "v_proj"), r"qkv\[\.\.\., :query_pos\]"),
+    "gate_up_proj": (("gate_proj", "up_proj"), r"gate, up_states = up_states\.chunk\(2"),
+}
+# Reading .weight for its dtype, device or shape is not using it.
+_WEIGHT_USED = r"(?<!isinstance\()self\.{name}\.weight\b(?!\.(?:dtype|device|shape|size|data|is_))"
+
+
+@dataclass
+class Found:
+    """One layer that can carry adapters: its wrapper class and every path it has in the model."""
+
+    module: nn.Module
+    wrapper: type[LoraLayer]
+    target: Target
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)  # (parent, attribute)
+
+
+@dataclass
+class Survey:
+    """What a model offers: layers to wrap, and the table that checkpoints are matched against."""
+
+    found: dict[str, Found]
+    table: TargetTable
+
+
+def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
+    """Look at every module of `model` once; nothing is changed.
+
+    Raises:
+        ConfigError: `target_modules` selects nothing, or selects a layer that cannot carry an adapter.
+    """
+    found: dict[str, Found] = {}
+    refused: dict[str, str] = {}
+    untargeted: set[str] = set()
+    first_path: dict[int, str] = {}
+    aliases: list[tuple[str, str]] = []
+    modules = []
+    outside = _outside_of_text(model)
+    for path, parent, name, module in _walk(model):
+        modules.append(path)
+        wrapper = wrapper_for(type(module))
+        if wrapper is None:
+            continue
+        if id(module) in first_path:
+            original = first_path[id(module)]
+            aliases.append((rf"^{re.escape(path)}(?=\.)", original))
+            if original in found:
+                found[original].places.append((parent, name))
+            continue
+        first_path[id(module)] = path
+        reason = _refusal(path, parent, name, module, outside)
+        if reason is None:
+            try:
+                inside, out = wrapper.dimensions(module)
+            except ValueError as error:
+                reason = f"its size is unknown: {error}"
+        if reason is not None:
+            refused[path] = reason
+        elif not selected(path, config.target_modules):
+            untargeted.add(path)
+        else:
+            target = Target(
+                path, wrapper.kind, inside, out, _slices(model, parent, name, out), wrapper.output_scale(module)
+            )
+            found[path] = Found(module, wrapper, target, [(parent, name)])
+    _check_selection(config, found, refused, modules)
+    table = TargetTable(
+        targets={path: item.target for path, item in found.items()},
+        refused=refused,
+        untargeted=frozenset(untargeted),
+        modules=tuple(modules),
+        base_name=getattr(model.config, "_name_or_path", None) or None,
+        read_base=functools.partial(_read_base, model),
+        prefixes=(*aliases, *_renamed_keys(model)),
+    )
+    return Survey(found, table)
+
+
+def swap_in(found: dict[str, Found], routing: Routing) -> dict[str, LoraLayer]:
+    """Put a wrapper in the place of every layer of `found`."""
+    wrappers = {}
+    for path, item in found.items():
+        wrappers[path] = wrapper = item.wrapper.wrap(item.module, path, routing)
+        for parent, name in item.places:
+            setattr(parent, name, wrapper)
+    return wrappers
+
+
+def swap_out(found: dict[str, Found], wrappers: dict[str, LoraLayer]) -> None:
+    """Put every base layer back.
+
+    Raises:
+        ModelError: somebody else has replaced a wrapper since; nothing is changed then.
+    """
+    for path, item in found.items():
+        for parent, name in item.places:
+            present = getattr(parent, name)
+            if present is not wrappers[path]:
+                raise ModelError(
+                    f"{path} has been replaced by a {type(present).__name__} since enable_multilora. Remove what was "
+                    "added on top (PEFT layers, for example) before disable_multilora."
+                )
+    for path, item in found.items():
+        base = wrappers[path].unwrap()
+        for parent, name in item.places:
+            setattr(parent, name, base)
+
+
+def placement(found: dict[str, Found], config: MultiLoraConfig) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of the slots: where the wrapped layers compute, in the dtype of their weights.
+
+    Raises:
+        ModelError: the layers compute on several devices.
+    """
+    devices: dict[torch.device, str] = {}
+    dtypes: dict[torch.dtype, int] = {}
+    for path, item in found.items():
+        hook = getattr(item.module, "_hf_hook", None)
+        device = getattr(hook, "execution_device", None)
+        weight = next(item.module.parameters(recurse=False), None)
+        if weight is not None:
+            dtypes[weight.dtype] = dtypes.get(weight.dtype, 0) + weight.numel()
+        if device is not None:
+            place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+            devices.setdefault(_indexed(place), path)
+        elif weight is not None and weight.device.type != "meta":
+            devices.setdefault(_indexed(weight.device), path)
+    if len(devices) > 1:
+        raise ModelError(
+            "The model computes on several devices ("
+            + ", ".join(f"{path} on {device}" for device, path in devices.items())
+            + "). Slots on more than one device are not served in this version: load the model onto one device."
+        )
+    wanted = config.torch_dtype()
+    if wanted is None:
+        common = max(dtypes, key=lambda dtype: dtypes[dtype]) if dtypes else torch.float32
+        wanted = common if common in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
+    return next(iter(devices), torch.device("cpu")), wanted
+
+
+def _indexed(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def guard_forward(model: PreTrainedModel) -> Callable[[], None]:
+    """Let ids reach a forward or generate on the instance itself (accelerate puts one there), which hides the class's.
+
+    Returns a function that undoes it.
+    """
+    previous: dict[str, Any] = {}
+
+    def guarded(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            ids = kwargs.pop("adapter_ids", None)
+            names = kwargs.pop("adapter_names", None)
+            if ids is None and names is None:
+                return inner(*args, **kwargs)
+            with model.__dict__["multilora"].use(ids if ids is not None else names):
+                return inner(*args, **kwargs)
+
+        return call
+
+    for name in ("forward", "generate"):
+        if name in model.__dict__:
+            previous[name] = model.__dict__[name]
+            model.__dict__[name] = guarded(name, previous[name])
+
+    def undo() -> None:
+        for name, inner in previous.items():
+            if getattr(model.__dict__.get(name), "__wrapped__", None) is inner:
+                model.__dict__[name] = inner
+
+    return undo
+
+
+def selected(path: str, target_modules: Sequence[str] | str | None) -> bool:
+    """PEFT's rule: a string is a regex over the whole path, a list holds whole names or dotted suffixes."""
+    if target_modules is None:
+        return True
+    if isinstance(target_modules, str):
+        return re.fullmatch(target_modules, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in target_modules)
+
+
+def _walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """(path, parent, attribute, module), once per place; a module that hangs in two places comes twice."""
+    for parent_path, parent in model.named_modules():
+        for name, module in parent._modules.items():
+            if module is not None:
+                yield f"{parent_path}.{name}" if parent_path else name, parent, name, module
+
+
+def _outside_of_text(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:
+    """Path prefixes whose inputs are not rows of the batch, with the reason.
+
+    Vision towers see patches and images; their first dimension can equal the number of rows by accident. In a model
+    of several modalities everything beside the text model (towers, projectors) is left alone.
+    """
+    config = model.config
+    modalities = [key for key in ("vision_config", "audio_config") if getattr(config, key, None) is not None]
+    if not modalities or not hasattr(config, "get_text_config") or config.get_text_config() is config:
+        return ()
+    text = model.get_decoder() if hasattr(model, "get_decoder") else None
+    if text is None or text is model:
+        return ()
+    paths = {id(module): path for path, module in model.named_modules()}
+    inner = paths.get(id(text))
+    if inner is None:
+        return ()
+    reason = (
+        f"it is outside of the text model ({inner}): images and sounds are not rows of the batch, so that adapters "
+        "cannot be told apart there"
+    )
+    keep = (inner, "lm_head", "score")
+    return tuple((path, reason) for path in paths.values() if path and not _kin(path, keep))
+
+
+def _kin(path: str, keep: Sequence[str]) -> bool:
+    return any(path == k or path.startswith(f"{k}.") or k.startswith(f"{path}.") for k in keep)
+
+
+def _refusal(
+    path: str, parent: nn.Module, name: str, module: nn.Module, outside: tuple[tuple[str, str], ...]
+) -> str | None:
+    """Why a layer of a known class cannot carry an adapter, or None."""
+    for prefix, reason in outside:
+        if path == prefix:
+            return reason
+    if re.search(r"(^|\.)experts(\.|$)", path):
+        return "it is one expert of a mixture: it sees the tokens that were routed to it, not rows of the batch"
+    if isinstance(parent, nn.MultiheadAttention) or isinstance(
+        module, nn.modules.linear.NonDynamicallyQuantizableLinear
+    ):
+        return "torch's MultiheadAttention reads its weight without calling it"
+    if _weight_is_read(type(parent), name):  # type: ignore[arg-type]
+        return f"{type(parent).__name__} reads its weight without calling it, so that a delta would never be added"
+    if isinstance(module, nn.Embedding) and re.search(r"relative|rel_(attn|embed|pos)", name):
+        return "it is looked up with pairs of positions, which are not rows of the batch"
+    if isinstance(module, nn.Embedding) and _odd_embedding(type(module)):  # type: ignore[arg-type]
+        return f"{type(module).__name__} is not called with one tensor of ids"
+    return None
+
+
+@functools.cache
+def _weight_is_read(parent_type: type[Any], name: str) -> bool:
+    if parent_type.__module__.startswith("torch.") or not name.isidentifier():
+        return False
+    pattern = re.compile(_WEIGHT_USED.format(name=re.escape(name)))
+    for method_name, method in vars(parent_type).items():
+        if method_name in ("__init__", "_init_weights", "reset_parameters") or not inspect.isfunction(method):
+            continue
+        try:
+            source = inspect.getsource(inspect.unwrap(method))
+        except (OSError, TypeError):
+            continue
+        if pattern.search(source):
+            return True
+    return False
+
+
+@functools.cache
+def _odd_embedding(layer_type: type[Any]) -> bool:
+    if layer_type.forward is nn.Embedding.forward:
+        return False
+    required = [p for p in list(inspect.signature(layer_type.forward).parameters.values())[1:] if p.default is p.empty]
+    return len(required) != 1 or "input" not in required[0].name or "Position" in layer_type.__name__
+
+
+def _slices(model: PreTrainedModel, parent: nn.Module, name: str, out: int) -> tuple[tuple[str, int], ...]:
+    if name not in _FUSED:
+        return ()
+    parts, pattern = _FUSED[name]
+    try:
+        source = inspect.getsource(type(parent))
+    except (OSError, TypeError):
+        return ()
+    if re.search(pattern, source) is None:
+        return ()
+    if name == "gate_up_proj":
+        return tuple((part, out // 2) for part in parts)
+    config = getattr(parent, "config", model.config)
+    head = getattr(parent, "head_dim", None)
+    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if not head or not heads or not kv_heads or (heads + 2 * kv_heads) * head != out:
+        return ()
+    return tuple(zip(parts, (heads * head, kv_heads * head, kv_heads * head), strict=True))
+
+
+def _read_base(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The base model's own parameter or buffer of this name, or None."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        value = getattr(model.get_submodule(path), attribute, None)
+    except AttributeError:
+        return None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _renamed_keys(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:
+    """Renamings of module paths that transformers applies to older checkpoints of this class."""
+    mapping = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+    return tuple((str(old), str(new)) for old, new in mapping.items())
+
+
+def _check_selection(
+    config: MultiLoraConfig, found: dict[str, Found], refused: dict[str, str], modules: list[str]
+) -> None:
+    wanted = config.target_modules
+    if wanted is None:
+        if not found:
+            raise ModelError("The model has no layer that can carry an adapter (linear, Conv1D or embedding).")
+        return
+    named = [wanted] if isinstance(wanted, str) else list(wanted)
+    for entry in named:
+        pattern: Sequence[str] | str = entry if isinstance(wanted, str) else [entry]
+        if any(selected(path, pattern) for path in found):
+            continue
+        hit = next((path for path in refused if selected(path, pattern)), None)
+        if hit is not None:
+            raise ConfigError(f"target_modules names {entry!r}, but {hit} cannot carry an adapter: {refused[hit]}.")
+        raise ConfigError(
+            f"target_modules={entry!r} matches no layer of the model."
+            + closest(entry.rpartition(".")[2], {path.rpartition(".")[2] for path in modules})
+        )
