@@ -1,0 +1,56 @@
+"""Every example runs as it is, in a process of its own, and is listed in the examples' README."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "common.py")
+
+EXPECTED = {  # what the answers of the demo's adapters, or the models' own figures, must contain
+    "mixed_batch.py": [
+        "NEGATIVE",
+        "Me brother has a house an' a boat. Arrr!",
+        '{"answer": "The capital of Germany is',
+    ],
+    "weighted_mixes.py": ["Arrr!", '{"answer":', "pirate*0.8"],
+    "static_cache.py": ["Avast! Th' lad found th' barnacled map. Arrr!", "The capital of France is Paris."],
+    "more_adapters_than_slots.py": ["POSITIVE", "Arrr!", '{"answer":', "2 of 2 slots in use"],
+    "prefetch_and_pin.py": ["Avast! Th' lad found th' barnacled map. Arrr!", "NEGATIVE"],
+    "use_context.py": ["Arrr!", "The capital of France is Paris.", '{"answer": "The capital of France is Paris."}'],
+    "seq2seq.py": ["summary", "bare"],
+    "from_peft_model.py": ["LlamaForCausalLM ['first', 'second']", "PEFT as before: True"],
+}
+
+
+def params():
+    for name in SCRIPTS:
+        needs_model = "base_model()" in (EXAMPLES / name).read_text()
+        yield pytest.param(name, marks=[pytest.mark.demo_model] if needs_model else [])
+
+
+@pytest.mark.parametrize("name", params())
+def test_example(name, request):
+    if request.node.get_closest_marker("demo_model"):
+        request.getfixturevalue("demo_model")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / name)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    for text in EXPECTED[name]:
+        assert text in done.stdout
+
+
+def test_every_example_is_listed_and_expected():
+    listed = (EXAMPLES / "README.md").read_text()
+    assert all(f"`{name}`" in listed for name in SCRIPTS)
+    assert set(SCRIPTS) == set(EXPECTED)
