@@ -1,12 +1,33 @@
-"""Weight files, opened lazily: the only place that opens them."""
+"""Weight files, opened lazily: the only place that opens them. Code in a pickle is never run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import pickle
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import AdapterFormatError
+from .damage import weights_damage
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -18,7 +39,7 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """Tensors by name, in one or several files or in memory. Two checkpoints are equal only if they are the same object.
+    """Tensors by name, in one or several files or in memory. Two are equal only if they are the same object.
 
     Args:
         where: the file, or "memory"; named in every error.
@@ -40,7 +61,15 @@ class Checkpoint:
         self._close = close
 
     def read(self, key: str) -> torch.Tensor:
-        return self._read(key)
+        """The tensor as stored.
+
+        Raises:
+            AdapterFormatError: the file cannot be read any more.
+        """
+        try:
+            return self._read(key)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise AdapterFormatError(f"{self.where}: tensor {key!r} cannot be read ({error}).") from error
 
     def close(self) -> None:
         """Release the files; references to tensors cannot be read afterwards. May be called twice."""
@@ -74,3 +103,124 @@ class TensorRef:
     def shape(self) -> tuple[int, ...]:
         shape = self.checkpoint.infos[self.key].shape
         return shape if self.rows is None else (self.rows[1] - self.rows[0], *shape[1:])
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a weight file: .safetensors, an index of safetensors shards (.json), or a torch file (.bin, .pt).
+
+    Raises:
+        AdapterFormatError: damaged, foreign, holding more than tensors, or missing.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            head = file.read(1024)
+    except OSError as error:
+        raise AdapterFormatError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    damage = weights_damage(head)
+    if damage:
+        raise AdapterFormatError(f"{path}: {damage}")
+    if path.suffix == ".safetensors":
+        return _open_safetensors(path)
+    if path.suffix == ".json":
+        return _open_shards(path)
+    return _open_torch(path)
+
+
+def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
+    """Tensors in memory as a checkpoint.
+
+    Raises:
+        AdapterFormatError: something that is not a tensor.
+    """
+    return _from_dict("memory", tensors)
+
+
+def _open_safetensors(path: Path) -> Checkpoint:
+    try:
+        file = safe_open(str(path), framework="pt")
+        infos = {}
+        for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            part = file.get_slice(key)
+            dtype = part.get_dtype()
+            if dtype not in _SAFETENSORS_DTYPES:
+                raise AdapterFormatError(f"{path}: tensor {key!r} has the dtype {dtype}, which is not known here.")
+            infos[key] = TensorInfo(tuple(part.get_shape()), _SAFETENSORS_DTYPES[dtype])
+    except (SafetensorError, OSError) as error:
+        raise AdapterFormatError(
+            f"{path}: not a whole safetensors file ({error}). It is cut off or damaged: copy or download it again."
+        ) from error
+    held = [file]
+    return Checkpoint(path, infos, lambda key: held[0].get_tensor(key), held.clear)
+
+
+def _open_shards(path: Path) -> Checkpoint:
+    """An index as transformers writes it: {"weight_map": {tensor name: file name}}."""
+    try:
+        names: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(names.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AdapterFormatError(f"{path}: not an index of safetensors shards ({error!r}).") from error
+    if any(Path(name).name != name for name in files):
+        raise AdapterFormatError(f"{path}: names files outside its own folder: {files}.")
+    shards: list[Checkpoint] = []
+    home: dict[str, Checkpoint] = {}
+    for name in files:
+        shard = open_checkpoint(path.parent / name)
+        shards.append(shard)
+        for key in shard.infos:
+            if key in home:
+                raise AdapterFormatError(f"{path}: tensor {key!r} is in two shards.")
+            home[key] = shard
+    lost = [key for key in names if key not in home]
+    if lost:
+        raise AdapterFormatError(
+            f"{path}: {len(lost)} tensors of the index are in no shard, such as {lost[0]!r}. Copy the folder again."
+        )
+
+    def close() -> None:
+        for shard in shards:
+            shard.close()
+
+    infos = {key: shard.infos[key] for key, shard in home.items()}
+    return Checkpoint(path, infos, lambda key: home[key].read(key), close)
+
+
+def _open_torch(path: Path) -> Checkpoint:
+    try:
+        try:
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            tensors = torch.load(path, map_location="cpu", weights_only=True)  # the format before torch 1.6
+    except pickle.UnpicklingError as error:
+        if "weights_only" in str(error).lower() or "Unsupported" in str(error):
+            raise AdapterFormatError(
+                f"{path}: holds more than tensors, and code in a pickle is never run here. If you trust it, load it "
+                "yourself and save the tensors with safetensors."
+            ) from error
+        raise _damaged(path, error) from error
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to spell
+        raise _damaged(path, error) from error
+    if not isinstance(tensors, Mapping):
+        raise AdapterFormatError(f"{path}: expected a dict of tensors, got a {type(tensors).__name__}.")
+    return _from_dict(path, tensors)
+
+
+def _damaged(path: Path, error: Exception) -> AdapterFormatError:
+    reason = str(error).partition("\n")[0] or type(error).__name__
+    return AdapterFormatError(
+        f"{path}: not a whole torch file ({reason}). It is cut off or damaged: copy or download it again."
+    )
+
+
+def _from_dict(where: str | Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
+    for key, value in tensors.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
+            raise AdapterFormatError(
+                f"{where}: {key!r} is a {type(value).__name__}, not a tensor. Expected a flat dict of tensors by name."
+            )
+    held = dict(tensors)
+    infos = {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in held.items()}
+    return Checkpoint(where, infos, lambda key: held[key].detach(), held.clear)

@@ -1,13 +1,309 @@
-"""adapter_config.json -> AdapterSpec."""
+"""adapter_config.json -> AdapterSpec: every field is honoured, known to be harmless, or refused by name.
+
+The rules for ranks and scalings are PEFT's (tuners/lora/layer.py and utils/other.py of PEFT 0.21).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import AdapterFormatError, UnsupportedAdapterError, closest
+from .damage import text_damage
+from .fields import (
+    DEFAULTS,
+    HONOURED,
+    LEGACY,
+    METADATA,
+    NO_EFFECT,
+    PLAIN_INITS,
+    REFUSED,
+    REWRITING_INITS,
+    foreign_config,
+)
+
+_PLAIN = re.compile(r"[A-Za-z0-9_.]*")
+
+
+class PatternTable:
+    """rank_pattern or alpha_pattern: the first key k, in the file's order, with `re.match(r"(.*\\.)?(k)$", name)`.
+
+    Keys without regex syntax other than "." (a wildcard, as in any regex) are compared without the regex engine: EVA
+    writes one full module path per layer, and compiling hundreds of patterns would cost more than reading the weights.
+    """
+
+    def __init__(self, patterns: Mapping[str, float], where: str = "") -> None:
+        self.values = dict(patterns)
+        self._rows: list[tuple[str, str, re.Pattern[str] | None]] = []
+        for key in self.values:
+            if _PLAIN.fullmatch(key):
+                self._rows.append((key, key.rpartition(".")[2], None))
+                continue
+            try:
+                self._rows.append((key, "", re.compile(rf"(.*\.)?({key})$")))
+            except re.error as error:
+                raise AdapterFormatError(f"{where}: the pattern {key!r} is not a valid regex ({error}).") from error
+
+    def key(self, name: str) -> str | None:
+        """The key that decides for the module `name`, or None where none does."""
+        for key, tail, pattern in self._rows:
+            if pattern.match(name) if pattern else name.endswith(tail) and _plain_match(key, name):
+                return key
+        return None
+
+    def get(self, name: str, default: float) -> float:
+        key = self.key(name)
+        return default if key is None else self.values[key]
+
+
+def _plain_match(key: str, name: str) -> bool:
+    start = len(name) - len(key)
+    if start < 0 or (start > 0 and name[start - 1] != "."):
+        return False
+    end = name[start:]
+    return end == key or all(k in (".", c) for k, c in zip(key, end, strict=True))
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What a checkpoint's config says about its mathematics."""
+    """What a config says that matters at inference.
 
-    r: int
-    alpha: float
+    Args:
+        r, alpha: defaults for modules without a pattern of their own.
+        use_rslora: alpha / sqrt(r) instead of alpha / r.
+        rank_pattern, alpha_pattern: per-module exceptions.
+        target_modules, exclude_modules, layers_to_transform, layers_pattern: which modules PEFT wrapped in training.
+        modules_to_save: modules that the adapter claims to replace as a whole.
+        base_model, task_type, peft_version: as the file says; None where it does not.
+        ignored: fields that are set but change nothing at inference.
+        warnings: fields whose effect a reader should know.
+    """
+
+    r: int = 8
+    alpha: float = 8
+    use_rslora: bool = False
+    rank_pattern: PatternTable = field(default_factory=lambda: PatternTable({}))
+    alpha_pattern: PatternTable = field(default_factory=lambda: PatternTable({}))
+    target_modules: str | tuple[str, ...] | None = None
+    exclude_modules: str | tuple[str, ...] | None = None
+    layers_to_transform: tuple[int, ...] | None = None
+    layers_pattern: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    base_model: str | None = None
+    task_type: str | None = None
+    peft_version: str | None = None
+    ignored: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    def rank(self, name: str) -> int:
+        """The rank of the module that was called `name` in training."""
+        return int(self.rank_pattern.get(name, self.r))
+
+    def scaling(self, name: str, rank: int) -> float:
+        """alpha / rank or alpha / sqrt(rank) of the module that was called `name` in training."""
+        return self.alpha_pattern.get(name, self.alpha) / (math.sqrt(rank) if self.use_rslora else rank)
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Read an adapter_config.json.
+
+    Raises:
+        AdapterFormatError: empty, a git-lfs pointer, an HTML page, with a byte-order mark, or not a JSON object.
+    """
+    try:
+        raw = Path(path).read_bytes()
+    except OSError as error:
+        raise AdapterFormatError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    damage = text_damage(raw)
+    if damage:
+        raise AdapterFormatError(f"{path}: {damage}")
+    try:
+        config = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise AdapterFormatError(f"{path}: not a UTF-8 text ({error}). Is it the right file?") from error
+    except json.JSONDecodeError as error:
+        cut = error.pos >= len(raw.decode("utf-8").rstrip()) or "Unterminated" in error.msg
+        why = "the file is cut off" if cut else "not valid JSON"
+        raise AdapterFormatError(
+            f"{path}: {why} (line {error.lineno}, column {error.colno}: {error.msg}). Copy or download it again."
+        ) from error
+    if not isinstance(config, dict):
+        raise AdapterFormatError(f"{path}: expected a JSON object with PEFT's fields, got a {type(config).__name__}.")
+    return config
+
+
+def parse_config(config: Mapping[str, Any], where: str) -> AdapterSpec:
+    """Check every field of a config and keep what matters.
+
+    Args:
+        config: the fields, as read from JSON or as `PeftConfig.to_dict()` gives them.
+        where: file name for errors.
+
+    Raises:
+        AdapterFormatError: not a PEFT config, or a value of the wrong type.
+        UnsupportedAdapterError: another PEFT method, a feature that is not served, an unknown field that is set.
+    """
+    config = {key: _plain(value) for key, value in config.items()}
+    _check_type(config, where)
+    ignored = _check_fields(config, where)
+    warnings = []
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower() == "lora_ga":
+        warnings.append(
+            "init_lora_weights='lora_ga': trained against a base that LoRA-GA had changed, unless it was converted "
+            "when saved. PEFT loads such adapters onto the plain base, and so does this."
+        )
+    rank = _number(config, "r", 8, where)
+    if rank != int(rank) or rank < 1:
+        raise AdapterFormatError(f"{where}: r={config['r']!r}: expected a whole number of at least 1.")
+    ranks = _patterns(config, "rank_pattern", where)
+    for key, value in ranks.items():
+        if value != int(value) or value < 1:
+            raise AdapterFormatError(f"{where}: rank_pattern[{key!r}]={value!r}: expected a whole number, at least 1.")
+    return AdapterSpec(
+        r=int(rank),
+        alpha=_number(config, "lora_alpha", 8, where),
+        use_rslora=_flag(config, "use_rslora", where),
+        rank_pattern=PatternTable(ranks, f"{where}: rank_pattern"),
+        alpha_pattern=PatternTable(_patterns(config, "alpha_pattern", where), f"{where}: alpha_pattern"),
+        target_modules=_selector(config, "target_modules", where),
+        exclude_modules=_selector(config, "exclude_modules", where),
+        layers_to_transform=_layers(config, where),
+        layers_pattern=_names(config, "layers_pattern", where),
+        modules_to_save=_names(config, "modules_to_save", where),
+        base_model=_text(config, "base_model_name_or_path"),
+        task_type=_text(config, "task_type"),
+        peft_version=_text(config, "peft_version"),
+        ignored=tuple(ignored),
+        warnings=tuple(warnings),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Enum members as their value, sets as sorted lists: what JSON would have made of a live PeftConfig's fields."""
+    value = getattr(value, "value", value)
+    return sorted(value, key=str) if isinstance(value, (set, frozenset)) else value
+
+
+def _check_type(config: Mapping[str, Any], where: str) -> None:
+    kind = config.get("peft_type")
+    if kind is None:
+        raise AdapterFormatError(f"{where}: not a PEFT LoRA: {foreign_config(config)}")
+    if not isinstance(kind, str) or kind.rpartition(".")[2].upper() != "LORA":
+        raise UnsupportedAdapterError(
+            f"{where}: peft_type={kind!r}: only LORA is served. This method computes something else with tensors of "
+            "its own; merge it into a copy of the base with PEFT to use it."
+        )
+
+
+def _check_fields(config: Mapping[str, Any], where: str) -> list[str]:
+    """Refuse by name what is not served; return what is ignored, each with its reason."""
+    known = {*HONOURED, *METADATA, *NO_EFFECT, *REFUSED}
+    ignored = []
+    for name, value in config.items():
+        if _unset(name, value):
+            if name in LEGACY or name not in known:
+                ignored.append(f"{name}={_short(value)}: {LEGACY.get(name, 'unknown, and not set')}")
+        elif name in REFUSED:
+            raise UnsupportedAdapterError(f"{where}: {name}={_short(value)}: {REFUSED[name]}")
+        elif name in NO_EFFECT:
+            ignored.append(f"{name}={_short(value)}: {NO_EFFECT[name]}")
+        elif name == "init_lora_weights":
+            _check_init(value, where)
+        elif name not in known:
+            raise UnsupportedAdapterError(
+                f"{where}: unknown field {name}={_short(value)}, which may change what the adapter computes."
+                f"{closest(name, known)} If it does not matter at inference, set it to null."
+            )
+    return ignored
+
+
+def _unset(name: str, value: Any) -> bool:
+    """null, False, empty, or the field's default: as good as absent."""
+    return value is None or value is False or value in ("", [], {}, ()) or DEFAULTS.get(name, None) == value
+
+
+def _check_init(value: Any, where: str) -> None:
+    if value is True:
+        return
+    name = str(value).lower()
+    for word, why in REWRITING_INITS.items():
+        if name.startswith(word):
+            raise UnsupportedAdapterError(
+                f"{where}: init_lora_weights={value!r}: {why}, so its factors mean nothing on the plain base. Save it "
+                "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which converts it."
+            )
+    if name not in PLAIN_INITS:
+        raise UnsupportedAdapterError(
+            f"{where}: init_lora_weights={value!r}: unknown, and some initialisations change the base."
+            f"{closest(name, [*PLAIN_INITS, *REWRITING_INITS])}"
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _text(config: Mapping[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    return str(value) if value else None
+
+
+def _number(config: Mapping[str, Any], name: str, default: float, where: str) -> float:
+    value = config.get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise AdapterFormatError(f"{where}: {name}={value!r}: expected a number.")
+    return value
+
+
+def _flag(config: Mapping[str, Any], name: str, where: str) -> bool:
+    value = config.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise AdapterFormatError(f"{where}: {name}={value!r}: expected true, false or null.")
+    return bool(value)
+
+
+def _patterns(config: Mapping[str, Any], name: str, where: str) -> dict[str, float]:
+    value = config.get(name) or {}
+    if not isinstance(value, Mapping):
+        raise AdapterFormatError(f"{where}: {name}={_short(value)}: expected an object of patterns and numbers.")
+    return {key: _number(value, key, math.nan, f"{where}: {name}") for key in value}
+
+
+def _names(config: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
+    value = config.get(name) or ()
+    if isinstance(value, str):
+        return (value,)
+    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
+        raise AdapterFormatError(f"{where}: {name}={_short(value)}: expected a list of names.")
+    return tuple(value)
+
+
+def _selector(config: Mapping[str, Any], name: str, where: str) -> str | tuple[str, ...] | None:
+    """A list of names, or one regex."""
+    value = config.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        return _names(config, name, where)
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise AdapterFormatError(f"{where}: {name}={_short(value)}: not a valid regex ({error}).") from error
+    return value
+
+
+def _layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
+    value = config.get("layers_to_transform")
+    items = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
+        raise AdapterFormatError(f"{where}: layers_to_transform={_short(value)}: expected layer numbers.")
+    return tuple(items) or None

@@ -1,72 +1,214 @@
-"""Spec + tensors + model -> a plan in which every tensor is accounted for."""
+"""Spec + tensors + model -> a plan in which every tensor is accounted for, or an error that names it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
+from ..errors import (
+    AdapterFormatError,
+    AdapterMatchError,
+    MultiLoraError,
+    SlotError,
+    UnsupportedAdapterError,
+    closest,
+)
 from .checkpoint import Checkpoint, TensorRef
 from .config import AdapterSpec
+from .convert import Pair, to_factors
+from .keys import FACTORS, Key, Renaming, find_renaming, foreign_format, parse_keys
+from .plan import AdapterPlan, Factor
+from .select import incomplete
+from .shipped import check_copies, check_saved_modules
+from .targets import TargetTable
 
-__all__ = ["AdapterPlan", "Factor", "TensorRef"]
+__all__ = ["AdapterPlan", "Factor", "TensorRef", "match"]
 
-
-@dataclass(frozen=True)
-class Factor:
-    """The two factors of one site that an adapter trained.
-
-    linear: a.read() is [rank, in], b.read() is [width of the slice, rank].
-    embedding: a.read() is [rank, V], b.read() is [d, rank].
-
-    Args:
-        path, slice: the site.
-        kind: "linear" or "embedding".
-        rank: of both factors.
-        scaling: the whole factor of the update: alpha/r or alpha/sqrt(r) with patterns, times the layer's own scale.
-        a, b: read lazily; equal references mean the same stored factor.
-    """
-
-    path: str
-    slice: int
-    kind: str
-    rank: int
-    scaling: float
-    a: TensorRef
-    b: TensorRef
+# Roles that are understood and not served: role -> what they are.
+_REFUSED = {
+    "bias_B": "a bias of B (lora_bias)",
+    "dora": "the magnitude of DoRA",
+    "kasa": "the singular values of KaSA",
+    "adalora": "the singular values of AdaLoRA",
+    "tokens": "rows of the embedding (trainable_token_indices)",
+}
 
 
-@dataclass(frozen=True)
-class AdapterPlan:
-    """What one checkpoint becomes on one model. A context manager: leaving it closes the files.
+def match(
+    spec: AdapterSpec,
+    checkpoint: Checkpoint,
+    table: TargetTable,
+    *,
+    max_lora_rank: int,
+    ignore_untargeted: bool = False,
+) -> AdapterPlan:
+    """Fit a checkpoint to a model.
 
     Args:
-        factors: trained sites, in the order of the model.
-        rank: the largest rank among them.
         spec: the checkpoint's config.
-        source: folder, hub id with revision, or "memory".
-        fingerprint_of_source: commit of the hub where there is one.
-        base_model: base_model_name_or_path of the checkpoint.
-        ignored: config fields and tensors without effect on inference.
-        left_out: tensors left out because of ignore_untargeted=True.
-        warnings: what a reader should know.
+        checkpoint: its tensors; the plan keeps it open.
+        table: what the model offers.
+        max_lora_rank: the largest rank that a slot takes.
+        ignore_untargeted: leave out tensors of modules that enable's target_modules left out, instead of raising.
+
+    Raises:
+        AdapterFormatError: not a LoRA, incomplete, or not what its config says.
+        AdapterMatchError: tensors without a place in the model, or of the wrong shape.
+        UnsupportedAdapterError: tensors of a feature that is not served.
+        SlotError: a rank over max_lora_rank.
     """
+    where = checkpoint.where
+    keys = parse_keys(checkpoint.infos, where)
+    _check_roles(keys, where)
+    modules = _group(keys, where)
+    others = [key for key in keys if key.role in ("base", "param")]
+    renaming = find_renaming(modules, (key.path for key in others), table, where)
+    placed, outside = _place(modules, renaming, table, where)
+    if outside and not ignore_untargeted:
+        raise AdapterMatchError(
+            f"{where}: {len(outside)} of {len(modules)} trained modules were left out by target_modules when the "
+            f"model was enabled: {_some(outside)}. Enable it with them, or pass ignore_untargeted=True to do without."
+        )
+    if not placed:
+        raise AdapterMatchError(f"{where}: every trained module was left out by target_modules: {_some(outside)}.")
 
-    factors: tuple[Factor, ...]
-    rank: int
-    spec: AdapterSpec
-    source: str
-    fingerprint_of_source: str | None
-    base_model: str | None
-    checkpoint: Checkpoint
-    ignored: list[str] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    factors = [
+        factor for pair in placed for factor in to_factors(pair, table.parts[pair.path], checkpoint, spec, table)
+    ]
+    factors.sort(key=lambda factor: table.position[factor.path, factor.slice])
+    _check_once(factors, placed, where)
+    ignored = [*spec.ignored, *check_saved_modules(others, spec, table, where)]
+    copies, warnings = check_copies(others, renaming.names, spec, checkpoint, table)
+    ignored += copies
+    ignored += [f"{key.name}: used in training only" for key in keys if key.role == "training"]
+    _check_complete(spec, renaming, table, factors, where)
+    _check_rank(factors, max_lora_rank, where)
+    left_out = [key.name for path in outside.values() for key in modules[path].values()]
+    return AdapterPlan(
+        factors=tuple(factors),
+        rank=max(factor.rank for factor in factors),
+        spec=spec,
+        source=where,
+        fingerprint_of_source=None,
+        base_model=spec.base_model,
+        checkpoint=checkpoint,
+        ignored=ignored,
+        left_out=left_out,
+        warnings=[*spec.warnings, *warnings],
+    )
 
-    def close(self) -> None:
-        """Release the files; the factors cannot be read afterwards."""
-        self.checkpoint.close()
 
-    def __enter__(self) -> AdapterPlan:
-        return self
+def _check_roles(keys: list[Key], where: str) -> None:
+    for key in keys:
+        if key.role in _REFUSED:
+            raise UnsupportedAdapterError(f"{where}: {key.name} is {_REFUSED[key.role]}, which is not served yet.")
+    if not any(key.role in FACTORS for key in keys):
+        if not keys:
+            raise AdapterFormatError(f"{where}: holds no tensor at all.")
+        owner = foreign_format(keys[0].name)
+        hint = f" They look like {owner}, not PEFT's LoRA." if owner else " Is it a full model, or merged already?"
+        names = _some(dict.fromkeys(key.name for key in keys))
+        raise AdapterFormatError(f"{where}: holds no LoRA factors (lora_A, lora_B) among {len(keys)}: {names}.{hint}")
 
-    def __exit__(self, *exc: object) -> None:
-        self.close()
+
+def _group(keys: list[Key], where: str) -> dict[str, dict[str, Key]]:
+    """Trained module path -> its factors by role."""
+    modules: dict[str, dict[str, Key]] = {}
+    for key in keys:
+        if key.role not in FACTORS:
+            continue
+        roles = modules.setdefault(key.path, {})
+        if key.role in roles:
+            raise AdapterFormatError(f"{where}: {roles[key.role].name} and {key.name} mean the same factor.")
+        roles[key.role] = key
+    for path, roles in modules.items():
+        wanted = ("embedding_A", "embedding_B") if "embedding_A" in roles or "embedding_B" in roles else ("A", "B")
+        if len(roles) > 2 or (len(roles) == 2 and set(roles) != set(wanted)):
+            raise AdapterFormatError(f"{where}: {path!r} has the factors {sorted(roles)}, which do not go together.")
+        for role in wanted:
+            if role not in roles:
+                (only,) = roles.values()
+                raise AdapterFormatError(
+                    f"{where}: {only.name} has no lora_{role} beside it. A missing factor is never taken as zero: the "
+                    "file is incomplete, copy or download it again."
+                )
+    return modules
+
+
+def _place(
+    modules: dict[str, dict[str, Key]], renaming: Renaming, table: TargetTable, where: str
+) -> tuple[list[Pair], dict[str, str]]:
+    """Sort trained modules into those with a place, and those left out by target_modules (model path -> trained)."""
+    placed: list[Pair] = []
+    outside: dict[str, str] = {}
+    strangers: dict[str, str] = {}
+    for trained, roles in modules.items():
+        path = renaming.names[trained]
+        if path in table.parts:
+            a, b = (roles[role] for role in sorted(roles))
+            placed.append(Pair(trained, path, a, b))
+        elif path in table.left_out:
+            outside[path] = trained
+        else:
+            reason = _refusal(path, table)
+            if reason:
+                raise UnsupportedAdapterError(f"{where}: it trained {path!r}: {reason}")
+            strangers[path] = trained
+    if strangers:
+        raise _no_such_module(strangers, len(modules), table, where)
+    return placed, outside
+
+
+def _refusal(path: str, table: TargetTable) -> str | None:
+    """Why the module, or the one that it lies in, carries no adapter."""
+    place = path
+    while place:
+        if place in table.refused:
+            return table.refused[place]
+        place = place.rpartition(".")[0]
+    if ".experts." in f".{path}.":
+        return "LoRA on MoE experts is not served yet."
+    return None
+
+
+def _no_such_module(strangers: dict[str, str], total: int, table: TargetTable, where: str) -> MultiLoraError:
+    path = next(iter(strangers))
+    share = "none of its" if len(strangers) == total else f"{len(strangers)} of"
+    base = f" ({table.base_name})" if table.base_name else ""
+    known = path in table.modules
+    near = " That module is no linear layer or embedding." if known else closest(path, table.parts)
+    return AdapterMatchError(
+        f"{where}: {share} {total} trained modules {'exist' if len(strangers) == total else 'do not exist'} in the "
+        f"model{base}: {_some(strangers)}.{near} Was it trained on another base, or with other module names?"
+    )
+
+
+def _check_once(factors: list[Factor], placed: list[Pair], where: str) -> None:
+    for before, after in zip(factors, factors[1:], strict=False):
+        if (before.path, before.slice) == (after.path, after.slice):
+            raise AdapterMatchError(
+                f"{where}: {before.a.key} and {after.a.key} both train {after.path!r}: one fused, one split."
+            )
+
+
+def _check_complete(
+    spec: AdapterSpec, renaming: Renaming, table: TargetTable, factors: list[Factor], where: str
+) -> None:
+    missing = incomplete(spec, renaming, table, ((factor.path, factor.slice) for factor in factors))
+    if missing:
+        raise AdapterFormatError(
+            f"{where}: the config's target_modules choose {len(missing)} modules of this model that have no tensors: "
+            f"{_some(dict.fromkeys(missing))}. PEFT saves every module that it trains, so the file is incomplete; a "
+            "missing factor is never taken as zero. Copy or download it again."
+        )
+
+
+def _check_rank(factors: list[Factor], max_lora_rank: int, where: str) -> None:
+    largest = max(factors, key=lambda factor: factor.rank)
+    if largest.rank > max_lora_rank:
+        raise SlotError(
+            f"{where}: {largest.path!r} has rank {largest.rank}, over max_lora_rank={max_lora_rank}. Enable the model "
+            f"with max_lora_rank={largest.rank} or more."
+        )
+
+
+def _some(names: dict[str, str] | dict[str, None], n: int = 4) -> str:
+    shown = ", ".join(map(repr, list(names)[:n]))
+    return shown if len(names) <= n else f"{shown} and {len(names) - n} more"

@@ -111,14 +111,27 @@ class TargetTable:
         return found
 
     @cached_property
-    def names(self) -> frozenset[str]:
-        """Every module name that means something here: of the model, and of the other layout."""
-        return frozenset(self.modules).union(self.parts, self.refused, self.untargeted)
+    def left_out(self) -> frozenset[str]:
+        """`untargeted`, also under the names of the other layout."""
+        names = set(self.untargeted)
+        for path in self.untargeted:
+            last = path.rpartition(".")[2]
+            for fused, parts in FUSED.items():
+                if last == fused:
+                    names.update(_sibling(path, part) for part in parts)
+                elif last in parts:
+                    names.add(_sibling(path, fused))
+        return frozenset(names.difference(self.parts))
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """Every name that means a layer here: carried, left out or refused, in either layout."""
+        return frozenset(self.parts).union(self.left_out, self.refused)
 
     @cached_property
     def roots(self) -> tuple[str, ...]:
         """Top-level modules that hold others ("model", "transformer"): where a headless model would sit."""
-        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.names if "." in name))
+        return tuple(dict.fromkeys(name.partition(".")[0] for name in self.parts if "." in name))
 
     @cached_property
     def position(self) -> dict[tuple[str, int], int]:

@@ -1,0 +1,117 @@
+"""A checkpoint's pair of factors -> factors of the model's sites, whichever of the two fuses its projections.
+
+A fused adapter on separate layers: every part keeps the one A, and takes its rows of B. A separate adapter on a fused
+layer trains one slice of it. A fused adapter on a fused layer gives each slice its rows of B.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError
+from .checkpoint import Checkpoint, TensorInfo, TensorRef
+from .config import AdapterSpec
+from .keys import Key
+from .plan import Factor
+from .targets import Part, TargetTable
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The factors that a checkpoint holds for one module, named `trained` there and `path` in the model."""
+
+    trained: str
+    path: str
+    a: Key
+    b: Key
+
+
+def to_factors(
+    pair: Pair, parts: tuple[Part, ...], checkpoint: Checkpoint, spec: AdapterSpec, table: TargetTable
+) -> list[Factor]:
+    """Check one pair's shapes and spread it over the sites of `parts`.
+
+    Raises:
+        AdapterFormatError: not a pair of LoRA factors, or not of the config's rank.
+        AdapterMatchError: shapes that do not fit the model's layer.
+        UnsupportedAdapterError: shapes of another vocabulary.
+    """
+    a, b = checkpoint.infos[pair.a.name], checkpoint.infos[pair.b.name]
+    for key, info in ((pair.a, a), (pair.b, b)):
+        _check_matrix(key, info, checkpoint.where)
+    rank = a.shape[0]
+    target = table.targets[parts[0].path]
+    _check_kind(pair, target.kind, checkpoint.where)
+    _check_shapes(pair, a.shape, b.shape, target.in_features, parts[-1].stop, table, checkpoint.where)
+    name = _checked_name(pair, rank, spec, checkpoint.where)
+    scaling = spec.scaling(name, rank)
+    return [
+        Factor(
+            path=part.path,
+            slice=part.slice,
+            kind=target.kind,
+            rank=rank,
+            scaling=scaling * table.targets[part.path].scale,
+            a=TensorRef(checkpoint, pair.a.name),
+            b=TensorRef(checkpoint, pair.b.name, None if len(parts) == 1 else (part.start, part.stop)),
+        )
+        for part in parts
+    ]
+
+
+def _check_matrix(key: Key, info: TensorInfo, where: str) -> None:
+    if not info.dtype.is_floating_point:
+        raise AdapterFormatError(f"{where}: {key.name} has the dtype {info.dtype}: expected floating-point factors.")
+    if len(info.shape) < 2 or 0 in info.shape:
+        raise AdapterFormatError(
+            f"{where}: {key.name} has the shape {info.shape}: an empty shard, as DeepSpeed ZeRO-3 and FSDP leave it "
+            "when the weights were not gathered before saving. Save again with the parameters gathered."
+        )
+    if len(info.shape) > 2:
+        raise UnsupportedAdapterError(
+            f"{where}: {key.name} has the shape {info.shape}: factors of a convolution (or of PEFT 0.2's "
+            "MergedLinear), which are not served."
+        )
+
+
+def _check_kind(pair: Pair, kind: str, where: str) -> None:
+    embedding = pair.a.role == "embedding_A"
+    if embedding != (kind == "embedding"):
+        trained = "an embedding" if embedding else "a linear layer"
+        raise AdapterMatchError(
+            f"{where}: {pair.a.name} was trained on {trained}; the model's {pair.path!r} is {kind}."
+        )
+
+
+def _check_shapes(
+    pair: Pair, a: tuple[int, ...], b: tuple[int, ...], width_in: int, width_out: int, table: TargetTable, where: str
+) -> None:
+    if a[0] != b[1]:
+        raise AdapterFormatError(
+            f"{where}: {pair.a.name} {a} and {pair.b.name} {b} have no common rank: A is (rank, in), B is (out, rank)."
+        )
+    if (a[1], b[0]) == (width_in, width_out):
+        return
+    text = (
+        f"{where}: {pair.trained!r} was trained on a layer of {a[1]} inputs and {b[0]} outputs; the model's "
+        f"{pair.path!r} has {width_in} and {width_out}."
+    )
+    vocabularies = {target.in_features for target in table.targets.values() if target.kind == "embedding"}
+    on_rows = pair.a.role == "embedding_A" and b[0] == width_out
+    on_head = a[1] == width_in and width_out in vocabularies and "." not in pair.path
+    if on_rows or on_head:
+        raise UnsupportedAdapterError(f"{text} Adapters with a resized vocabulary are not served yet.")
+    raise AdapterMatchError(f"{text} Is it an adapter of another base, or of another size of it?")
+
+
+def _checked_name(pair: Pair, rank: int, spec: AdapterSpec, where: str) -> str:
+    """The name under which the config's patterns speak of this module: that of training, else that of the model."""
+    for name in (pair.trained, pair.path):
+        if spec.rank(name) == rank:
+            return name
+    key = spec.rank_pattern.key(pair.trained)
+    said = f"r={spec.r}" if key is None else f"rank_pattern[{key!r}]={spec.rank(pair.trained)}"
+    raise AdapterFormatError(
+        f"{where}: {pair.a.name} has rank {rank}, but the config says {said}. The scaling would be wrong: does the "
+        "config belong to these weights?"
+    )
