@@ -36,7 +36,7 @@ class LoadReport:
         return f"LoadReport({self._title()})"
 
     def __str__(self) -> str:
-        return "\n".join([self._title(), *(f"  {key:<9} {value}" for key, value in self._details())])
+        return describe(self._title(), self._details())
 
     def _repr_html_(self) -> str:
         return _html_table(self._title(), None, self._details())
@@ -53,8 +53,8 @@ class LoadReport:
             ("modules", summarise_modules(self.modules)),
             ("version", f"generation {self.generation}, fingerprint {self.fingerprint[:12] or 'none'}"),
         ]
-        rows += [("ignored", _abridge(self.ignored))] if self.ignored else []
-        rows += [("left out", _abridge(self.left_out))] if self.left_out else []
+        rows += [("ignored", abridge(self.ignored))] if self.ignored else []
+        rows += [("left out", abridge(self.left_out))] if self.left_out else []
         return rows + [("warning", warning) for warning in self.warnings]
 
 
@@ -184,7 +184,13 @@ def summarise_modules(modules: dict[str, int]) -> str:
     return ", ".join(f"{kind} {n} x r{rank}" for (kind, rank), n in kinds.items())
 
 
-def _abridge(items: Sequence[str], shown: int = 8) -> str:
+def describe(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Return a title and, indented below it, one line for each (word, value)."""
+    return "\n".join([title, *(f"  {word:<9} {value}" for word, value in rows)])
+
+
+def abridge(items: Sequence[str], shown: int = 8) -> str:
+    """Return "a, b, c and 7 more"."""
     text = ", ".join(items[:shown])
     return text if len(items) <= shown else f"{text} and {len(items) - shown} more"
 

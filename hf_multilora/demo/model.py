@@ -137,7 +137,12 @@ def _convert_once(gguf: Path, folder: Path, progress: Progress) -> Path:
         return folder
     if (digest := _sha256(gguf)) != GGUF_SHA256:
         raise DemoModelError(f"{gguf} has sha256 {digest}, expected {GGUF_SHA256}: damaged, or another model.")
-    from .convert import convert_gguf
+    try:
+        from .convert import convert_gguf
+    except ImportError as error:
+        raise DemoModelError(
+            f"Converting the base model needs {error.name}: pip install 'hf-multilora[demo]'"
+        ) from error
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))

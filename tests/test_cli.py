@@ -1,0 +1,199 @@
+"""The command line as its users meet it: what it prints, on which stream, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_multilora import __version__, enable_multilora
+from hf_multilora.checks import check_adapter, inspect_adapter
+from hf_multilora.cli import main
+from hf_multilora.demo import ADAPTERS
+from hf_multilora.errors import AdapterMatchError, ModelError, SlotError
+
+
+@pytest.fixture
+def run(capsys):
+    """Run the command line in this process; returns (exit code, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as left:
+            main(list(arguments))
+        out, err = capsys.readouterr()
+        return int(left.value.code or 0), out, err
+
+    return call
+
+
+def llama(**changes) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **changes})).eval()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    llama().save_pretrained(folder)
+    return folder
+
+
+def save_adapter(folder: Path, shapes: dict[str, tuple[int, ...]], **config) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {f"base_model.model.{k}": torch.ones(shape) for k, shape in shapes.items()},
+        folder / "adapter_model.safetensors",
+    )
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], **config}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return str(folder)
+
+
+def q_proj(rank: int = 4, width: int = 32) -> dict[str, tuple[int, ...]]:
+    path = "model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    return {path.format(i, ab): (rank, width) if ab == "A" else (width, rank) for i in range(2) for ab in "AB"}
+
+
+@pytest.fixture
+def adapter(tmp_path) -> str:
+    return save_adapter(tmp_path / "adapter", q_proj(), base_model_name_or_path="org/base", peft_version="0.21.2")
+
+
+def test_help_and_version(run):
+    code, out, _ = run("--help")
+    assert code == 0 and all(word in out for word in ("demo", "inspect", "check"))
+    assert run("--version")[:2] == (0, f"{__version__}\n")
+    assert run("no-such-command")[0] == 2
+
+
+def test_inspect_prints_what_is_there(run):
+    code, out, err = run("inspect", str(ADAPTERS / "pirate"))
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{ADAPTERS / 'pirate'}: rank 8, 60 modules, 922 kB\n")
+    assert "q_proj 30 x r8, v_proj 30 x r8" in out and "r=8, alpha=16, PEFT 0.21.2" in out
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in out
+
+
+def test_inspect_as_json(run, adapter):
+    code, out, _ = run("inspect", adapter, "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["modules"] == {f"model.layers.{i}.self_attn.q_proj": 4 for i in range(2)}
+    assert (found["base_model"], found["alpha"], found["refused"]) == ("org/base", 8, None)
+    assert found["nbytes"] == 4 * 32 * 4 * 4 and found["dtypes"] == {"float32": 4}
+
+
+def test_inspect_shows_what_is_not_served(run, tmp_path):
+    path = save_adapter(tmp_path / "dora", q_proj(), use_dora=True)
+    code, out, _ = run("inspect", path)
+    assert code == 0 and "use_dora" in out.split("refused")[1]
+    assert "rank 4, 2 modules" in out
+
+
+def test_wrong_source_is_an_error_on_stderr(run, tmp_path):
+    code, out, err = run("inspect", str(tmp_path / "nowhere"))
+    assert (code, out) == (1, "") and "AdapterNotFoundError" in err and "nowhere" in err
+    code, out, err = run("inspect", str(tmp_path / "nowhere"), "--json")
+    assert (code, err) == (1, "") and json.loads(out)["error"] == "AdapterNotFoundError"
+
+
+def test_check_says_what_fits(run, base, adapter):
+    code, out, _ = run("check", adapter, str(base))
+    assert code == 0 and out.startswith(f"{adapter} fits {base}\n")
+    assert "q_proj 2 x r4" in out and "trained on 'org/base'" in out
+    found = json.loads(run("check", adapter, str(base), "--json")[1])
+    assert found["fits"] and found["sites"] == 2 and found["rank"] == 4
+
+
+def test_check_needs_only_the_config(base, adapter, tmp_path):
+    shutil.copy(base / "config.json", tmp_path / "config.json")
+    assert check_adapter(adapter, str(tmp_path)).modules == check_adapter(adapter, str(base)).modules
+
+
+def test_check_agrees_with_load(base, tmp_path):
+    wrong = save_adapter(tmp_path / "wrong", q_proj(width=48))
+    model = enable_multilora(llama(), max_loras=1, max_lora_rank=8)
+    with pytest.raises(AdapterMatchError) as loading:
+        model.load_adapter(wrong, adapter_name="wrong")
+    with pytest.raises(AdapterMatchError) as checking:
+        check_adapter(wrong, str(base))
+    assert str(checking.value) == str(loading.value)
+    right = save_adapter(tmp_path / "right", q_proj())
+    check = check_adapter(right, str(base), max_lora_rank=8)
+    assert check.modules == model.load_adapter(right, adapter_name="right").modules
+    assert check.slot_bytes == model.multilora.status().slot_bytes
+
+
+def test_check_refuses(run, base, adapter, tmp_path):
+    assert run("check", adapter, str(base), "--strict-base")[0] == 1
+    with pytest.raises(SlotError, match="max_lora_rank"):
+        check_adapter(adapter, str(base), max_lora_rank=2)
+    with pytest.raises(ModelError, match="config"):
+        check_adapter(adapter, str(tmp_path / "nothing"))
+    code, out, _ = run("check", adapter, str(base), "--max-lora-rank", "2", "--json")
+    assert code == 1 and json.loads(out)["error"] == "SlotError"
+
+
+def test_weights_that_came_along_are_compared_with_the_base(base, tmp_path):
+    path = save_adapter(tmp_path / "saved", {**q_proj(), "lm_head.base_layer.weight": (64, 32)})
+    with pytest.raises(NotImplementedError, match="lm_head"):
+        check_adapter(path, str(base))
+    tensors = load_file(Path(path) / "adapter_model.safetensors")
+    tensors["base_model.model.lm_head.base_layer.weight"] = load_file(base / "model.safetensors")["lm_head.weight"]
+    save_file(tensors, Path(path) / "adapter_model.safetensors")
+    assert any("lm_head" in line for line in check_adapter(path, str(base)).ignored)
+    shutil.copy(base / "config.json", tmp_path / "config.json")
+    with pytest.raises(ModelError, match="lm_head.weight along"):
+        check_adapter(path, str(tmp_path))
+
+
+def test_tied_head_is_compared_with_the_embedding(tmp_path):
+    tied = llama(tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path / "tied")
+    path = Path(save_adapter(tmp_path / "adapter", q_proj()))
+    tensors = load_file(path / "adapter_model.safetensors")
+    tensors["base_model.model.lm_head.base_layer.weight"] = tied.lm_head.weight.detach().clone()
+    save_file(tensors, path / "adapter_model.safetensors")
+    assert any("lm_head" in line for line in check_adapter(str(path), str(tmp_path / "tied")).ignored)
+
+
+def test_inspection_of_an_unnamed_base(tmp_path):
+    found = inspect_adapter(save_adapter(tmp_path / "x", q_proj()))
+    assert "base      not named" in str(found) and "of an unknown version" in str(found)
+
+
+def test_installed_command_runs():
+    command = Path(sys.executable).with_name("hf-multilora")
+    done = subprocess.run([command, "inspect", str(ADAPTERS / "json"), "--json"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rank"] == 4
+
+
+@pytest.mark.demo_model
+def test_check_of_the_demo(run, demo_model):
+    code, out, _ = run("check", str(ADAPTERS / "sentiment"), str(demo_model), "--max-lora-rank", "8")
+    assert code == 0 and "q_proj 30 x r4, v_proj 30 x r4" in out
+
+
+@pytest.mark.demo_model
+def test_demo_as_json_keeps_stdout_clean(run, demo_model):
+    code, out, _ = run("demo", "--json", "--prompt", "What is the capital of Germany?", "--max-new-tokens", "4")
+    found = json.loads(out)
+    assert code == 0 and found["columns"] == ["base", "sentiment", "pirate", "json"]
+    assert len(found["answers"]) == 1 and found["status"]["resident"]["misses"] == 3
+
+
+@pytest.mark.demo_model
+def test_demo_shows_tables(run, demo_model):
+    code, out, _ = run("demo", "--prompt", "Stop! The boy found the old map.", "--max-new-tokens", "4")
+    assert code == 0
+    for text in ("4 rows, one batch", "one mixed batch", "one adapter after another", "4 slots in use"):
+        assert text in out
