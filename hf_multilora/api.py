@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from .kernels.ops import EmbeddingOp, LinearOp, Workspace
 from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
 from .memory.pack import pack
-from .memory.store import AdapterStore, Loaded
+from .memory.registry import Loaded
+from .memory.store import AdapterStore
 from .peft_model import Takeover, is_peft_model, take_over
 from .report import AdapterStatus, LoadReport, Status
 from .routing import Routing
@@ -190,7 +191,7 @@ class MultiLora:
             ignore_untargeted=ignore_untargeted,
             local_files_only=local_files_only,
         )
-        return self.store.register(name, read, reload=reload, evictable=not in_memory).report
+        return self.store.register(name, read, reload=reload, evictable=not in_memory).report()
 
     def load_many(self, sources: Mapping[str, Any], **options: Any) -> dict[str, LoadReport]:
         """Register several adapters, `{name: source}`, with a progress bar (transformers' switches hide it)."""
@@ -201,14 +202,10 @@ class MultiLora:
         with load_plan(source, self._survey.table, **options) as plan:
             arena = self.store.arena
             packed = pack(plan.factors, self._layout, arena.dtype, pin=arena.device.type == "cuda")
-            modules: dict[str, int] = {}
-            for factor in plan.factors:
-                modules[factor.path] = max(modules.get(factor.path, 0), factor.rank)
             return Loaded(
                 packed,
                 source=plan.source,
                 fingerprint=plan.fingerprint_of_source,
-                modules=modules,
                 base_model=plan.base_model,
                 ignored=plan.ignored,
                 left_out=plan.left_out,
@@ -219,7 +216,8 @@ class MultiLora:
         """Read an adapter again, from `source` or from where it came; see `load`."""
         if source is not None:
             return self.load(source, name, reload=True, **options)
-        return self.store.reload(name).report
+        version = self.store.entry(name).version
+        return self.store.register(name, version.load, reload=True, evictable=version.evictable).report()
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Calls that use it end first; then its slot and its host memory are free.
@@ -284,10 +282,11 @@ class MultiLora:
         Raises:
             AdapterNotFoundError: with the closest names, and what would load it.
         """
-        if name in self.store:
+        with suppress(AdapterNotFoundError):
+            self.store.entry(name)
             return
         if self.config.on_demand and ("/" in name or Path(name).is_dir()):
-            self.store.register(name, functools.partial(self._read, name, max_lora_rank=self.config.max_lora_rank))
+            self.store.ensure(name, functools.partial(self._read, name, max_lora_rank=self.config.max_lora_rank))
             return
         known = self.store.names()
         hint = "" if self.config.on_demand else " On-demand loading is off (on_demand=False)."
@@ -325,7 +324,9 @@ class MultiLora:
         with self.calls.lock:
             if self.calls.current() is not None:
                 raise ModelError("disable_multilora was called from inside of a call. Let the call end first.")
-            self.store.close()
+            busy = [adapter.name for adapter in self.status().adapters if adapter.in_use]
+            if busy:
+                raise ModelError(f"Calls in flight still use {', '.join(busy)}. Let them end before disabling.")
             self._take_off()
             if self._takeover is not None:
                 self._takeover.give_back()

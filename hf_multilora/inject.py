@@ -259,7 +259,9 @@ def _refusal(
         module, nn.modules.linear.NonDynamicallyQuantizableLinear
     ):
         return "torch's MultiheadAttention reads its weight without calling it"
-    if _weight_is_read(type(parent), name):  # type: ignore[arg-type]
+    # BLOOM reads its weights piece by piece only where it imitates the sharded training run.
+    imitates = getattr(parent, "slow_but_exact", None)
+    if imitates is not False and _weight_is_read(type(parent), name):  # type: ignore[arg-type]
         return f"{type(parent).__name__} reads its weight without calling it, so that a delta would never be added"
     if isinstance(module, nn.Embedding) and re.search(r"relative|rel_(attn|embed|pos)", name):
         return "it is looked up with pairs of positions, which are not rows of the batch"

@@ -20,7 +20,7 @@ _KWARGS = ("cache", "past_key_values", "cache_params")
 
 
 class KVTag:
-    """Writers of the rows of one cache: None for the base, else (name, unique generation) or the parts of a mix."""
+    """Writers of the rows of one cache: None for the base, else (name, unique version)."""
 
     def __init__(self, rows: Sequence[Hashable | None], owner: object) -> None:
         self._rows = tuple(rows)
@@ -140,8 +140,9 @@ def write_tag(cache: Any, rows: Sequence[Hashable | None], owner: object) -> Non
         return
     if not any(row is not None for row in rows) or not isinstance(cache, (Cache, EncoderDecoderCache)):
         return
-    cache.__class__ = _tagged_class(type(cache))  # type: ignore[arg-type]
-    cache.multilora_tag = KVTag(rows, owner)  # type: ignore[union-attr]
+    tagged: Any = cache
+    tagged.__class__ = _tagged_class(type(tagged))  # type: ignore[arg-type]
+    tagged.multilora_tag = KVTag(rows, owner)
 
 
 def _length(cache: Any) -> int:
@@ -155,8 +156,7 @@ def _length(cache: Any) -> int:
 def _describe(tag: Hashable | None) -> str:
     if tag is None:
         return "the base model"
-    if isinstance(tag, tuple) and tag and isinstance(tag[0], tuple):
-        return "the mix of " + ", ".join(_describe(part) for part in tag)
-    if isinstance(tag, tuple):
-        return f"adapter {tag[0]!r} (generation {tag[1]})"
-    return f"adapter {tag!r}"
+    label, version = tag if isinstance(tag, tuple) else (tag, None)
+    if isinstance(version, tuple) and all(isinstance(part, int) for part in version):
+        return f"adapter {label!r} (generation {version[-1]})"
+    return f"adapter {label!r}"

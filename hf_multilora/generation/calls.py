@@ -19,7 +19,8 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..errors import ModelError, RoutingError
-from ..memory.store import AdapterStore, Lease
+from ..memory.lease import Lease, label_of
+from ..memory.store import AdapterStore
 from ..routing import Routing, RowState, Unrouted
 from .cache import check_cache, find_cache, write_tag
 from .ids import Key, names_of, to_keys
@@ -148,7 +149,8 @@ class Calls:
             return Call(None, None, (None,) * len(keys), uniform)
         slots = tuple(-1 if key is None else lease.slots[key] for key in keys)
         state = RowState(slots, self.store.arena.device, lease.touched, uniform)
-        return Call(lease, state, tuple(None if key is None else lease.tags[key] for key in keys), uniform)
+        tags = tuple(None if key is None else (label_of(key), lease.tags[key]) for key in keys)
+        return Call(lease, state, tags, uniform)
 
     @contextmanager
     def inherited(self) -> Iterator[Call | None]:

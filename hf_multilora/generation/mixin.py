@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -14,14 +14,11 @@ from .ids import one_of, to_keys
 from .waves import plan_waves, refuse_waves, run_waves
 from .words import AdapterWords
 
-if TYPE_CHECKING:
-    from ..api import MultiLora
-
 
 class MultiLoraMixin(AdapterWords):
     """Mixed into the class of an enabled model, in front of the model's own class."""
 
-    multilora: MultiLora
+    multilora: Any  # the handle (api.MultiLora); transformers resolves the annotations of model classes at run time
 
     def __call__(self, *args: Any, adapter_ids: Any = None, adapter_names: Any = None, **kwargs: Any) -> Any:
         """The model's forward, each row through its own adapter.

@@ -5,7 +5,7 @@ Signatures are transformers' own (PeftAdapterMixin); what cannot work the same w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.utils import logging
 
@@ -13,16 +13,13 @@ from ..errors import ModelError, RoutingError
 from ..report import LoadReport
 from .ids import to_key
 
-if TYPE_CHECKING:
-    from ..api import MultiLora
-
 logger = logging.get_logger(__name__)
 
 
 class AdapterWords:
     """load_adapter, set_adapter and their kin, redirected."""
 
-    multilora: MultiLora
+    multilora: Any  # the handle (api.MultiLora); transformers resolves the annotations of model classes at run time
 
     def load_adapter(
         self,
