@@ -225,11 +225,14 @@ def test_nesting_that_cannot_fit_raises() -> None:
 
 @pytest.mark.timeout(TIMEOUT)
 def test_ids_do_not_leak_between_threads() -> None:
-    """use() in one thread says nothing to another."""
+    """use() in one thread says nothing to another, which may have to wait for it."""
     model = enabled("llama", ["r8", "r3"])
-    with model.multilora.use("r8"), ThreadPoolExecutor(1) as pool:
-        got = pool.submit(lambda: model.generate(**prompts(2), **GREEDY)).result(TIMEOUT)
-    assert torch.equal(got, alone("llama", None).generate(**prompts(2), **GREEDY))
+    with ThreadPoolExecutor(1) as pool:
+        with model.multilora.use("r8"):
+            future = pool.submit(lambda: model.generate(**prompts(2), **GREEDY))
+            got = model.generate(**prompts(2), **GREEDY)
+        assert torch.equal(got, alone("llama", "r8").generate(**prompts(2), **GREEDY))
+        assert torch.equal(future.result(TIMEOUT), alone("llama", None).generate(**prompts(2), **GREEDY))
 
 
 @pytest.mark.timeout(TIMEOUT)
