@@ -77,8 +77,7 @@ class Layout:
         """Number the slices of `targets` (module path -> Target) in the mapping's order."""
         sites: list[Site] = []
         for target in targets.values():
-            widths = [width for _, width in target.slices] or [target.out_features]
-            for i, width in enumerate(widths):
+            for i, width in enumerate(target.widths):
                 sites.append(Site(len(sites), target.path, i, target.kind, target.in_features, width))
         return cls(sites)
 

@@ -1,0 +1,188 @@
+"""StoreCore: the two tables behind one lock, and how blocks move in and out of them.
+
+Whatever is interrupted half-way (KeyboardInterrupt) leaves a state that is right: a slot gets its tag only after its
+copy was started, an entry changes in one assignment, and calls are members of sets, so that leaving twice or never
+having joined is harmless.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..config import MultiLoraConfig
+from ..errors import SlotError
+from .arena import Arena
+from .layout import Layout
+from .lease import Grant, Line, Ticket
+from .pack import PackedAdapter
+from .registry import Entry, Registry
+from .slots import Slot, SlotTable
+from .transfer import Transfer
+
+# Waiters look up at least this often (seconds): a lost lease is noted without the lock, so nobody is woken for it.
+_POLL = 0.5
+
+
+class StoreCore:
+    """State of an AdapterStore. Methods with a leading underscore expect the lock to be held, unless they say not."""
+
+    def __init__(
+        self, layout: Layout, config: MultiLoraConfig, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        self.layout, self.config = layout, config
+        self.arena = Arena(layout, config.max_loras, self._slot_bytes(dtype), device, dtype)
+        self._transfer = Transfer(self.arena)
+        self._slots = SlotTable(config.max_loras)
+        self._registry = Registry(config.max_cpu_loras)
+        self._line = Line()
+        self._cond = threading.Condition(threading.Lock())
+        self._loading: dict[str, Grant] = {}  # name -> who loads it now
+        self._lost: deque[Grant] = deque()  # leases that were collected without a release
+        self._unhashed: set[Entry] = set()  # dropped from host memory, content not hashed yet
+        self._tick = 0
+
+    @property
+    def pin_memory(self) -> bool:
+        """Whether host blocks are to be page-locked."""
+        return self.arena.device.type == "cuda"
+
+    def _slot_bytes(self, dtype: torch.dtype) -> int:
+        return self.config.slot_bytes or self.layout.default_slot_bytes(self.config.max_lora_rank, dtype)
+
+    # -- the lock
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock; then restore what must hold and wake the waiters; outside the lock, hash what was dropped."""
+        try:
+            with self._cond:
+                self._sweep()
+                try:
+                    yield
+                finally:
+                    self._refill_pins()
+                    self._trim()
+                    self._cond.notify_all()
+        finally:
+            self._hash_dropped()
+
+    @contextmanager
+    def _turn(self, name: str) -> Iterator[None]:
+        """Be the only thread that loads `name`. The lock is not held, neither before nor inside."""
+        me = Grant()
+        try:
+            with self._cond:
+                while (owner := self._loading.setdefault(name, me)) is not me:
+                    if owner.thread == me.thread:
+                        raise SlotError(f"The loader of adapter {name!r} asks for {name!r} itself.")
+                    self._sleep()
+            yield
+        finally:
+            with self._cond:
+                if self._loading.get(name) is me:
+                    del self._loading[name]
+                    self._cond.notify_all()
+
+    @contextmanager
+    def _waiting(self, ticket: Ticket) -> Iterator[None]:
+        """Be in the line."""
+        try:
+            self._line.join(ticket)
+            self._cond.notify_all()  # others may find that they wait for this thread
+            yield
+        finally:
+            self._line.leave(ticket)
+
+    def _sleep(self, deadline: float | None = None) -> None:
+        """Wait until something changed (or might have)."""
+        left = _POLL if deadline is None else min(_POLL, max(0.0, deadline - time.monotonic()))
+        self._cond.wait(left)
+        self._sweep()
+
+    # -- slots
+
+    def _bring_in(self, slot: Slot, tag: Hashable, label: str, entries: list[Entry], packed: PackedAdapter) -> None:
+        """Start the copy of a block into a slot that nobody uses, in place of what is there."""
+        if slot.tag is not None:
+            slot.free()
+            self._slots.counters.evictions += 1
+        packed = self._in_dtype(packed)
+        slot.ready = self._transfer.start(slot.index, packed, slot.last_use.values())
+        slot.last_use = {}  # whoever comes next waits for the copy, which waited for these
+        slot.label, slot.names = label, tuple(entry.name for entry in entries)
+        slot.sites = frozenset(packed.ranks)
+        slot.pinned = entries[0].pinned and tag == entries[0].tag
+        slot.tag = tag
+        self._slots.counters.nbytes += packed.nbytes
+
+    def _in_dtype(self, packed: PackedAdapter) -> PackedAdapter:
+        """The block in the slots' dtype, where it was made before a retarget."""
+        return packed if packed.dtype == self.arena.dtype else packed.to(self.arena.dtype, pin=self.pin_memory)
+
+    def _refill_pins(self) -> None:
+        """Give pinned adapters that were reloaded their slots back, as soon as there are any."""
+        for entry in self._registry:
+            if entry.pinned and entry.packed is not None and self._slots.find(entry.tag) is None:
+                plan = self._slots.plan([entry.tag])
+                if plan is not None:
+                    slot = plan[entry.tag]
+                    self._bring_in(slot, entry.tag, entry.name, [entry], entry.packed)
+                    self._touch(entry, slot)
+
+    def _leave(self, grant: Grant) -> None:
+        """End a call's use of its slots; a second time does nothing."""
+        mine = [slot for slot in self._slots if grant in slot.users]
+        try:
+            if mine:
+                marks = self._transfer.mark(grant.streams.values())
+                for slot in mine:
+                    slot.last_use.update(marks)
+        finally:
+            self._slots.leave(grant)
+
+    def _sweep(self) -> None:
+        while self._lost:
+            self._leave(self._lost.popleft())
+            self._cond.notify_all()
+
+    def _touch(self, entry: Entry, slot: Slot | None = None) -> None:
+        self._tick += 1
+        entry.used = self._tick
+        if slot is not None:
+            slot.used = self._tick
+
+    # -- host memory
+
+    def _trim(self) -> None:
+        """Drop host blocks, and the slots with them, until no more are kept than max_cpu_loras."""
+        while self._registry.overfull():
+            victim = self._registry.victim(lambda name: bool(self._slots.users_of(name)))
+            if victim is None:
+                return
+            slot = self._slots.find(victim.tag)
+            if slot is not None:
+                slot.free()
+                self._slots.counters.evictions += 1
+            victim.version = victim.version.without_block()
+            self._unhashed.add(victim)
+            self._registry.counters.evictions += 1
+            self._transfer.collect()
+
+    def _hash_dropped(self) -> None:
+        """Hash the blocks that were dropped, and let them go. The lock is not held."""
+        while self._unhashed:
+            try:
+                entry = self._unhashed.pop()
+            except KeyError:  # another thread was faster
+                return
+            before = entry.version
+            after = before.hashed()
+            with self._cond:
+                if entry.version is before:
+                    entry.version = after

@@ -1,0 +1,56 @@
+"""What the slots will take, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .arena import arena_bytes
+from .layout import SLOT_ALIGN, Layout, align
+
+_LARGEST = 8
+
+
+def estimate_memory(
+    layout: Layout,
+    max_loras: int,
+    max_lora_rank: int,
+    dtype: torch.dtype,
+    ranks: int | Mapping[str, int] | None = None,
+    *,
+    slot_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Bytes of the arena, of a slot, and of one adapter.
+
+    Args:
+        layout: the model's sites.
+        max_loras, max_lora_rank, slot_bytes: as in MultiLoraConfig.
+        dtype: of the slots.
+        ranks: of an adapter: one rank for every site, or module path -> rank; None: max_lora_rank everywhere.
+
+    Returns:
+        "arena": all of what is allocated on the device; "slot": one slot; "header": its table; "tail": the zeros at
+        the end of the arena; "adapter": one adapter's block, in host memory and as copied into a slot (factors shared
+        between sites count each time); "largest": module path -> bytes of its factors in a slot at max_lora_rank, the
+        largest ones first.
+    """
+    itemsize = dtype.itemsize
+    slot = align(slot_bytes or layout.default_slot_bytes(max_lora_rank, dtype), SLOT_ALIGN)
+    arena = arena_bytes(layout, max_loras, slot, dtype)
+    by_path: dict[str, int] = {}
+    for site in layout.sites:
+        by_path[site.path] = by_path.get(site.path, 0) + site.nbytes(max_lora_rank, itemsize)
+    if isinstance(ranks, Mapping):
+        by_site = {site.index: ranks[site.path] for site in layout.sites if ranks.get(site.path)}
+    else:
+        by_site = dict.fromkeys(range(layout.n_sites), max_lora_rank if ranks is None else ranks)
+    return {
+        "arena": arena,
+        "slot": slot,
+        "header": layout.header_bytes,
+        "tail": arena - max_loras * slot,
+        "adapter": layout.packed_bytes(by_site, dtype),
+        "largest": dict(sorted(by_path.items(), key=lambda item: -item[1])[:_LARGEST]),
+    }

@@ -1,0 +1,207 @@
+"""How calls get their slots: all of them at once, in order of arrival, or a reason why that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import SlotError
+from .lease import Grant, Key, Lease, Mix, Ticket, label_of, parts_of
+from .loading import LoadingStore
+from .pack import PackedAdapter, compose
+from .registry import Entry
+from .slots import Slot
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call on its way to a lease."""
+
+    wishes: dict[Key, Mix]
+    grant: Grant = field(default_factory=Grant)
+    tags: dict[Key, Hashable] = field(default_factory=dict)
+    mixes: dict[Hashable, PackedAdapter] = field(default_factory=dict)  # composed for this call
+    read: set[str] = field(default_factory=set)  # read again for this call
+    held: dict[str, Entry] = field(default_factory=dict)
+    ticket: Ticket | None = None
+
+
+class LeasingStore(LoadingStore):
+    """The part of AdapterStore that gives out leases."""
+
+    def acquire(self, wanted: Iterable[Key], *, block: bool = True) -> Lease:
+        """Make adapters and mixes resident and hold their slots until `release`.
+
+        All slots are taken together, in the order of arrival over threads; a call of a thread that holds a lease goes
+        first. Adapters that were dropped from host memory are read again.
+
+        Raises:
+            AdapterNotFoundError: a name that is not registered (any more).
+            SlotError: more distinct keys than the slots that pins leave; a mix whose ranks exceed max_lora_rank, or
+                whose bytes exceed a slot; `block` is False and there is no room now; a wait that could never end,
+                because the slots belong to leases of this thread, or of threads that wait for it.
+            RoutingError: a mix without parts, with a part twice, or with a weight that is not finite.
+            Whatever the loader of an adapter raises that has to be read again.
+        """
+        call = _Call({key: parts_of(key) for key in wanted})
+        try:
+            return Lease(self, call.grant, self._take(call, block) if call.wishes else {})
+        except BaseException:
+            with self._changing():
+                self._leave(call.grant)
+            raise
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; on CUDA, its slots are written again only after what the current stream has been given so far,
+        and the streams of `lease.wait`. A second time does nothing."""
+        if lease._grant is not None:
+            with self._changing():
+                self._leave(lease._grant)
+            lease._grant = None
+
+    def _take(self, call: _Call, block: bool) -> dict[Key, Slot]:
+        """The lock is not held."""
+        try:
+            while True:
+                with self._changing():
+                    todo = self._missing(call)
+                    if not todo:
+                        slots = self._wait_for_slots(call, block)
+                        if slots is not None:
+                            return slots
+                        todo = self._missing(call)
+                for item in todo:
+                    self._make(call, item)
+        finally:
+            with self._changing():
+                self._line.leave(call.ticket)
+                for entry in call.held.values():
+                    entry.holders.discard(call.grant)
+
+    def _missing(self, call: _Call) -> list[Any]:
+        """Fill in each key's tag as of now; return the entries to read and mixes to compose before slots are of use.
+
+        Raises: AdapterNotFoundError, SlotError where the call can never be served.
+        """
+        todo: list[Any] = []
+        for key, parts in call.wishes.items():
+            entries = [self._registry.get(name) for name, _ in parts]
+            if isinstance(key, str):
+                tag: Hashable = entries[0].tag
+            else:
+                tag = tuple((entry.tag, weight) for entry, (_, weight) in zip(entries, parts, strict=True))
+            call.tags[key] = tag
+            for entry in entries:
+                entry.holders.add(call.grant)
+                call.held[entry.name] = entry
+            if self._slots.find(tag) is not None or tag in call.mixes:
+                continue
+            dropped = [entry for entry in entries if entry.packed is None]
+            if dropped:
+                todo += [entry for entry in dropped if entry not in todo]
+            elif not isinstance(key, str):
+                blocks = [(entry.packed, weight) for entry, (_, weight) in zip(entries, parts, strict=True)]
+                self._check_mix(key, [packed for packed, _ in blocks if packed is not None])
+                todo.append((tag, key, blocks))
+        self._check_slots(len(set(call.tags.values())), {key for key in call.wishes if isinstance(key, str)})
+        return todo
+
+    def _make(self, call: _Call, item: Any) -> None:
+        """Read one entry again, or compose one mix. The lock is not held."""
+        if isinstance(item, Entry):
+            self._read_again(item)
+            call.read.add(item.name)
+        else:
+            tag, key, blocks = item
+            packed = compose(blocks, self.layout, self.arena.dtype, pin=self.pin_memory)
+            call.mixes[tag] = self._check_bytes(f"Mix {label_of(key)}", packed)
+
+    def _wait_for_slots(self, call: _Call, block: bool) -> dict[Key, Slot] | None:
+        """All slots of a call, or None where something has to be read or composed first."""
+
+        def can_end(stuck: Collection[int]) -> bool:
+            tags = set(call.tags.values())
+            return self._slots.reachable(tags, stuck) >= len(tags)
+
+        if call.ticket is None:
+            call.ticket = Ticket(can_end, nested=self._slots.held_by(call.grant.thread))
+            self._line.join(call.ticket)
+            self._cond.notify_all()  # others may find that they wait for this thread
+        while not self._missing(call):
+            plan = self._slots.plan(call.tags.values()) if self._line.may_go(call.ticket) else None
+            if plan is not None:
+                self._fill(call, plan)
+                return {key: plan[tag] for key, tag in call.tags.items()}
+            if not block:
+                raise SlotError(f"No room now for {self._listed(call)}: the slots are in use by other calls.")
+            if self._line.hopeless(call.ticket):
+                raise SlotError(
+                    f"No slots for {self._listed(call)}: those of this model's {self.config.max_loras} that are not "
+                    "pinned are held by calls that this one is nested in, or that wait for it. Raise max_loras, or "
+                    "let the outer call end first."
+                )
+            self._sleep()
+        return None
+
+    def _fill(self, call: _Call, plan: dict[Hashable, Slot]) -> None:
+        resident, registered = self._slots.counters, self._registry.counters
+        for tag, slot in plan.items():
+            key = next(key for key, wanted in call.tags.items() if wanted == tag)
+            entries = [call.held[name] for name, _ in call.wishes[key]]
+            if slot.tag == tag:
+                resident.hits += 1
+            else:
+                misses = call.read.intersection(entry.name for entry in entries)
+                call.read -= misses
+                resident.misses += 1
+                registered.misses += len(misses)
+                registered.hits += len(entries) - len(misses)
+                packed = entries[0].packed if isinstance(key, str) else call.mixes[tag]
+                assert packed is not None
+                self._bring_in(slot, tag, label_of(key), entries, packed)
+            for entry in entries:
+                self._touch(entry, slot)
+        for slot in plan.values():
+            slot.users.add(call.grant)
+
+    def _check_slots(self, wanted: int, names: set[str]) -> None:
+        """Raises: SlotError if `wanted` distinct keys, `names` among them, need more slots than pins leave."""
+        pinned = sorted(entry.name for entry in self._registry if entry.pinned and entry.name not in names)
+        if wanted > self.config.max_loras:
+            raise SlotError(
+                f"{wanted} distinct adapters at once need as many slots; max_loras={self.config.max_loras}. Enable "
+                f"the model with max_loras={wanted} or more, or name fewer."
+            )
+        if wanted > self.config.max_loras - len(pinned):
+            raise SlotError(
+                f"{wanted} distinct adapters need as many slots, but {len(pinned)} of {self.config.max_loras} are "
+                f"pinned ({', '.join(pinned)}). Unpin one of them, or raise max_loras."
+            )
+
+    def _check_mix(self, key: Key, blocks: Sequence[PackedAdapter]) -> None:
+        ranks: dict[int, int] = {}
+        for packed in blocks:
+            for site, rank in packed.ranks.items():
+                ranks[site] = ranks.get(site, 0) + rank
+        most = max(ranks, key=lambda site: ranks[site], default=None)
+        if most is not None and ranks[most] > self.config.max_lora_rank:
+            raise SlotError(
+                f"Mix {label_of(key)}: its ranks add up to {ranks[most]} in {self.layout.sites[most].path!r}, more "
+                f"than max_lora_rank={self.config.max_lora_rank}. Enable the model with max_lora_rank={ranks[most]} "
+                "or more."
+            )
+
+    @staticmethod
+    def _listed(call: _Call) -> str:
+        return ", ".join(label_of(key) for key in call.wishes)
+
+    def _wait_for(
+        self, grant: Grant, events: Sequence[torch.cuda.Event | None], stream: torch.cuda.Stream | None
+    ) -> None:
+        """Let a stream wait for copies, and remember that it uses the grant's slots. The lock is not needed."""
+        used = self._transfer.wait(events, stream)
+        if used is not None:
+            grant.streams[used.cuda_stream] = used

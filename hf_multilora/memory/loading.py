@@ -1,0 +1,191 @@
+"""How adapters come into host memory and leave it: register, reload, unload, and reading again what was dropped."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from transformers.utils import logging
+
+from ..errors import AdapterExistsError, AdapterNotFoundError, SlotError
+from .core import StoreCore
+from .lease import Grant, Ticket
+from .pack import PackedAdapter, pack
+from .registry import Entry, Loaded, Version, next_generation
+
+if TYPE_CHECKING:
+    from ..adapters.match import Factor
+
+logger = logging.get_logger(__name__)
+
+
+class LoadingStore(StoreCore):
+    """The part of AdapterStore that knows names and loaders."""
+
+    def pack(self, factors: Iterable[Factor]) -> PackedAdapter:
+        """`pack` for this store's layout, dtype and device."""
+        return pack(factors, self.layout, self.arena.dtype, pin=self.pin_memory)
+
+    def names(self) -> list[str]:
+        """Registered names, in the order of registration."""
+        with self._cond:
+            return list(self._registry.entries)
+
+    def __contains__(self, name: object) -> bool:
+        with self._cond:
+            return name in self._registry.entries
+
+    def entry(self, name: str) -> Entry:
+        """Raises: AdapterNotFoundError, with the closest names."""
+        with self._cond:
+            return self._registry.get(name)
+
+    def register(
+        self, name: str, load: Callable[[], Loaded], *, reload: bool = False, evictable: bool = True
+    ) -> Entry:
+        """Load an adapter into host memory under `name`.
+
+        `load` is kept, and called again when the block was dropped from host memory. `evictable=False` (tensors in
+        memory, which cannot be read again) never drops it. With `reload=True` an adapter of that name is replaced
+        under a new generation: calls in flight end on the old weights. On any error everything stays as it was.
+
+        Raises:
+            AdapterExistsError: the name is taken and `reload` is False.
+            SlotError: it does not fit a slot or max_lora_rank, or host memory is full of what must stay.
+            Whatever `load` raises.
+        """
+        with self._turn(name):
+            return self._load(name, load, reload, evictable)
+
+    def ensure(self, name: str, load: Callable[[], Loaded], *, evictable: bool = True) -> Entry:
+        """The adapter of that name, loaded now if there is none. Threads that ask at once load it once."""
+        with self._turn(name):
+            with self._cond:
+                entry = self._registry.entries.get(name)
+            return entry or self._load(name, load, False, evictable)
+
+    def _load(self, name: str, load: Callable[[], Loaded], reload: bool, evictable: bool) -> Entry:
+        with self._cond:
+            old = self._registry.entries.get(name)
+            if old is not None and not reload:
+                raise AdapterExistsError(
+                    f"An adapter {name!r} is loaded already, from {old.version.loaded.source}. Pass reload=True to "
+                    "replace it, or choose another name."
+                )
+            if not evictable:
+                self._registry.check_room(name)
+        loaded, packed, ms = self._read(name, load)
+        with self._changing():
+            if self._registry.entries.get(name) is not old:
+                raise AdapterNotFoundError(f"Adapter {name!r} was unloaded while it was being loaded again.")
+            if not evictable:
+                self._registry.check_room(name)
+            block = self._in_dtype(packed)
+            version = Version.of(loaded, block, next_generation(), load, evictable=evictable, load_ms=ms)
+            version = replace(version, cast=block is not packed)
+            entry = old or Entry(name, version)
+            if old is not None:
+                old.version = version
+                self._slots.retire(name)
+            self._touch(entry)
+            self._account(block, ms)
+            self._registry.entries[name] = entry
+        return entry
+
+    def _read(self, name: str, load: Callable[[], Loaded]) -> tuple[Loaded, PackedAdapter, float]:
+        """Call a loader and check that what it gives fits. The lock is not held."""
+        began = time.perf_counter()
+        loaded = load()
+        packed = loaded.packed
+        assert packed is not None, "a loader returns a block"
+        if packed.rank > self.config.max_lora_rank:
+            raise SlotError(
+                f"Adapter {name!r} has rank {packed.rank}, more than max_lora_rank={self.config.max_lora_rank}. "
+                f"Enable the model with max_lora_rank={packed.rank} or more."
+            )
+        return loaded, self._check_bytes(f"Adapter {name!r}", packed), (time.perf_counter() - began) * 1e3
+
+    def _check_bytes(self, what: str, packed: PackedAdapter, slot_bytes: int | None = None) -> PackedAdapter:
+        slot_bytes = slot_bytes or self.arena.slot_bytes
+        if packed.nbytes > slot_bytes:
+            raise SlotError(
+                f"{what} needs {packed.nbytes} bytes, a slot holds {slot_bytes}. Enable the model with "
+                f"slot_bytes={packed.nbytes} or more."
+            )
+        return packed
+
+    def _account(self, packed: PackedAdapter, ms: float) -> None:
+        self._registry.counters.nbytes += packed.nbytes
+        self._registry.counters.ms += ms
+
+    def _read_again(self, entry: Entry) -> None:
+        """Bring a dropped block back; its holders keep it from being dropped at once. The lock is not held.
+
+        Content that is not what was dropped makes a new generation, and is reported.
+        """
+        name = entry.name
+        with self._turn(name):
+            with self._cond:
+                before = entry.version
+                if before.packed is not None or self._registry.entries.get(name) is not entry:
+                    return
+            loaded, packed, ms = self._read(name, before.load)
+            before.hashed().same_content(loaded, packed)  # hashes outside the lock; the digests are kept
+            with self._changing():
+                if self._registry.entries.get(name) is not entry:
+                    return
+                now = entry.version.hashed()
+                same = now.same_content(loaded, packed)
+                generation = now.generation if same else next_generation()
+                block = self._in_dtype(packed)
+                version = Version.of(loaded, block, generation, now.load, evictable=now.evictable, load_ms=ms)
+                entry.version = replace(version, cast=block is not packed)
+                if not same:
+                    self._slots.retire(name)
+                self._account(block, ms)
+        if not same:
+            why = "can no longer be compared with" if same is None else "is no longer"
+            logger.warning(
+                f"Adapter {name!r} was read again from {loaded.source} and {why} what was loaded before: it counts as "
+                f"reloaded (generation {generation}); KV caches written with the old weights are refused."
+            )
+
+    def unload(self, name: str, timeout: float | None = None) -> None:
+        """Forget an adapter: new calls do not see the name from now on. Returns when calls in flight have left it.
+
+        Its pin, if any, goes with it.
+
+        Raises:
+            AdapterNotFoundError: there is none.
+            SlotError: this thread's own call uses it (nothing was changed); or calls in flight still do after
+                `timeout` seconds, or wait for this one (it is unloaded, and its slot is freed when they end).
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changing():
+            entry = self._registry.get(name)
+            users = self._slots.users_of(name)
+            if any(user.thread == threading.get_ident() for user in users):
+                raise SlotError(f"Adapter {name!r} cannot be unloaded from within a call that uses it.")
+            del self._registry.entries[name]
+            entry.pinned = False
+            entry.version = entry.version.forgotten()
+            self._slots.retire(name)
+            self._transfer.collect()
+
+            def left() -> set[Grant]:
+                return {user for slot in self._slots for user in slot.users} & users
+
+            ticket = Ticket(lambda stuck: not any(user.thread in stuck for user in left()), in_line=False)
+            later = "It is unloaded, and its slot is freed when they end."
+            with self._waiting(ticket):
+                while left():
+                    if self._line.hopeless(ticket):
+                        raise SlotError(f"Adapter {name!r} is used by calls that wait for this one. {later}")
+                    if deadline is not None and time.monotonic() >= deadline:
+                        raise SlotError(
+                            f"Adapter {name!r} is still used by {len(left())} calls after {timeout} s. {later}"
+                        )
+                    self._sleep(deadline)

@@ -1,0 +1,214 @@
+"""AdapterStore: registered adapters in host memory, resident ones in slots, and the calls that use them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ..errors import SlotError
+from ..report import AdapterStatus, Status
+from .lease import Grant, Ticket
+from .leasing import LeasingStore
+from .pack import PackedAdapter
+from .registry import Entry
+from .transfer import Transfer
+
+logger = logging.get_logger(__name__)
+
+
+class AdapterStore(LeasingStore):
+    """All adapters of one model; thread-safe.
+
+    One lock guards both tables. Files are read and mixes composed outside of it; copies into slots are started under
+    it. A hit or a miss is counted for each distinct key of a lease; in host memory, for each adapter that a slot
+    missed.
+
+    Args:
+        layout: the model's sites.
+        config: max_loras, max_lora_rank, max_cpu_loras and slot_bytes are read here.
+        device, dtype: of the slots.
+
+    Raises:
+        ConfigError, SlotError: the arena cannot be allocated (see Arena).
+    """
+
+    def pin(self, name: str) -> None:
+        """Make an adapter resident, and keep its slot and its host block until `unpin` or `unload`.
+
+        Raises:
+            AdapterNotFoundError: there is none of that name.
+            SlotError: all slots are pinned, or host memory is full of what must stay.
+        """
+        while True:
+            with self._cond:
+                self._registry.get(name)
+                self._registry.check_room(name)
+            with self.acquire([name]), self._changing():
+                entry = self._registry.get(name)
+                slot = self._slots.find(entry.tag)
+                if slot is None:  # reloaded meanwhile
+                    continue
+                self._registry.check_room(name)
+                self._check_slots(1, {name})
+                entry.pinned = slot.pinned = True
+                return
+
+    def unpin(self, name: str) -> None:
+        """Let an adapter be evicted again. Raises: AdapterNotFoundError."""
+        with self._changing():
+            entry = self._registry.get(name)
+            entry.pinned = False
+            for slot in self._slots.of(name):
+                slot.pinned = False
+
+    def prefetch(self, names: Iterable[str]) -> Future[list[str]]:
+        """Start to make adapters resident, as many as fit beside what is in use or pinned, in this order.
+
+        Returns at once; what has to be read again is read by a thread of its own. The result is the list of names that
+        are resident then.
+
+        Raises:
+            AdapterNotFoundError: a name that is not registered.
+        """
+        wanted = list(dict.fromkeys(names))[: self.config.max_loras]
+        future: Future[list[str]] = Future()
+        with self._cond:
+            entries = [self._registry.get(name) for name in wanted]
+            at_once = all(entry.packed is not None for entry in entries)
+        if at_once:
+            self._prefetch(entries, future)
+        else:
+            threading.Thread(target=self._prefetch, args=(entries, future), daemon=True).start()
+        return future
+
+    def _prefetch(self, entries: Sequence[Entry], future: Future[list[str]]) -> None:
+        grant = Grant()
+        tags: list[Hashable] = []
+        names: list[str] = []
+        try:
+            for entry in entries:
+                entry.holders.add(grant)
+                self._read_again(entry)
+                with self._changing():
+                    packed, tag = entry.packed, entry.tag
+                    plan = self._slots.plan([*tags, tag])
+                    if plan is None or packed is None or self._registry.entries.get(entry.name) is not entry:
+                        continue
+                    if plan[tag].tag != tag:
+                        self._bring_in(plan[tag], tag, entry.name, [entry], packed)
+                    self._touch(entry, plan[tag])
+                    tags.append(tag)
+                    names.append(entry.name)
+            future.set_result(names)
+        except Exception as error:  # the call that needs the adapter will meet it again, and raise it
+            logger.warning(f"Prefetch stopped: {error}")
+            future.set_exception(error)
+        finally:
+            with self._changing():
+                for entry in entries:
+                    entry.holders.discard(grant)
+
+    def status(self) -> Status:
+        """A snapshot of slots, adapters (in the order of registration) and counters."""
+        with self._cond:
+            self._sweep()
+            self._transfer.collect()
+            adapters = []
+            for entry in self._registry:
+                slot = self._slots.find(entry.tag)
+                adapters.append(
+                    AdapterStatus(
+                        name=entry.name,
+                        generation=entry.generation,
+                        rank=entry.version.rank,
+                        nbytes=entry.version.nbytes,
+                        slot=None if slot is None else slot.index,
+                        pinned=entry.pinned,
+                        in_use=len(self._slots.users_of(entry.name)),
+                        source=entry.version.loaded.source,
+                    )
+                )
+            return Status(
+                max_loras=self.config.max_loras,
+                max_lora_rank=self.config.max_lora_rank,
+                slot_bytes=self.arena.slot_bytes,
+                device=str(self.arena.device),
+                dtype=str(self.arena.dtype).removeprefix("torch."),
+                adapters=adapters,
+                slots=[slot.label for slot in self._slots],
+                resident=replace(self._slots.counters, ms=self._transfer.ms),
+                registered=replace(self._registry.counters),
+            )
+
+    def retarget(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        """Move the arena to another device or dtype: blocks are cast elementwise, slots refilled, mixes forgotten.
+
+        Waits for calls in flight. Every address changes. On an error everything stays as it was.
+
+        Raises:
+            SlotError: this thread's own call is in flight, or calls that wait for this one; an adapter no longer fits
+                slot_bytes; the device has no room.
+        """
+        device = torch.empty(0, device=device).device
+        with self._changing():
+            if (device, dtype) == (self.arena.device, self.arena.dtype):
+                return
+            if self._slots.held_by(threading.get_ident()):
+                raise SlotError("The model cannot be moved or cast from within a call that uses its adapters.")
+
+            def users() -> set[Grant]:
+                return {user for slot in self._slots for user in slot.users}
+
+            ticket = Ticket(lambda stuck: not any(user.thread in stuck for user in users()))
+            with self._waiting(ticket):
+                while users() or not self._line.may_go(ticket):
+                    if self._line.hopeless(ticket):
+                        raise SlotError("The model cannot be moved or cast: calls in flight wait for each other.")
+                    self._sleep()
+                self._move(device, dtype)
+
+    def _move(self, device: torch.device, dtype: torch.dtype) -> None:
+        slot_bytes, recast = self._slot_bytes(dtype), dtype != self.arena.dtype
+        blocks: list[tuple[Entry, PackedAdapter]] = []
+        for entry in self._registry:
+            if entry.packed is not None:
+                packed = entry.packed.to(dtype, pin=device.type == "cuda")
+                self._check_bytes(f"Adapter {entry.name!r} in {dtype}", packed, slot_bytes)
+                blocks.append((entry, packed))
+        found = [(self._slots.find(entry.tag), entry) for entry, _ in blocks]
+        resident = [(slot, slot.used, entry) for slot, entry in found if slot is not None]
+        for slot in self._slots:
+            slot.free()
+        try:
+            self.arena.to(device, dtype, slot_bytes)
+            self._transfer = Transfer(self.arena, self._transfer)
+            for slot in self._slots:
+                slot.ready, slot.last_use = None, {}
+            for entry, packed in blocks:
+                entry.version = entry.version.recast(packed)
+            for entry in self._registry:
+                if entry.packed is None and recast:  # nothing to compare the files with any more
+                    entry.version = entry.version.forgotten()
+        finally:
+            for slot, used, entry in resident:
+                assert entry.packed is not None
+                self._bring_in(slot, entry.tag, entry.name, [entry], entry.packed)
+                slot.used = used
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdapterStore:
+        """An independent store with the same adapters and pins; host blocks are shared, slots and counters are not."""
+        with self._cond:
+            new = AdapterStore(self.layout, self.config, self.arena.device, self.arena.dtype)
+            memo[id(self)], memo[id(self.arena)] = new, new.arena
+            for entry in self._registry:
+                new._registry.entries[entry.name] = entry.copy()
+            new._tick = self._tick
+        with new._changing():
+            new._refill_pins()
+        return new
