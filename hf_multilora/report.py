@@ -131,7 +131,7 @@ class Status:
         )
 
     def _adapter_rows(self) -> list[tuple[str, ...]]:
-        rows = [
+        rows: list[tuple[str, ...]] = [
             (
                 adapter.name,
                 str(adapter.rank),
@@ -225,7 +225,7 @@ def _html_table(title: str | None, head: Sequence[str] | None, rows: Iterable[Se
     # No colour of its own but a translucent grey: text and background stay the page's, light or dark.
     cell = "padding:.15em 1em .15em 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
     lines = [f"<p style='margin:.5em 0 .25em'><strong>{escape(title)}</strong></p>"] if title else []
-    lines.append("<table style='border-collapse:collapse;background:transparent;color:inherit'>")
+    lines.append("<table style='border-collapse:collapse;margin:.25em 0 .75em;background:transparent;color:inherit'>")
     if head:
         aligned = ((name, "right" if _numeric(name) else "left") for name in head)
         cells = "".join(f"<th style='{cell};text-align:{side}'>{escape(name)}</th>" for name, side in aligned)

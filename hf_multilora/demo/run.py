@@ -62,11 +62,11 @@ def run_demo(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     progress("Loading the base model", 0, 0)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    model = enable_multilora(model, max_loras=4, max_lora_rank=8)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=device)
+    model = enable_multilora(base.eval(), max_loras=4, max_lora_rank=8)
     for done, name in enumerate(ADAPTER_NAMES):
         progress("Loading adapters", done, len(ADAPTER_NAMES))
-        model.load_adapter(str(ADAPTERS / name), adapter_name=name)
+        model.multilora.load(ADAPTERS / name, name)
 
     def answer(rows: list[str], ids: list[str | None], tokens: int) -> list[str]:
         inputs = _encode(tokenizer, rows).to(device)
