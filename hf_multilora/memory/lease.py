@@ -49,7 +49,7 @@ def label_of(key: Key) -> str:
 
 @dataclass(eq=False)
 class Grant:
-    """A call's membership in its slots."""
+    """A call's membership in its slots, and the streams on which it waited for their copies."""
 
     thread: int = field(default_factory=threading.get_ident)
     streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)
@@ -80,10 +80,11 @@ class Lease:
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Let `stream` (the device's current one by default) wait for the copies into the lease's slots.
 
-        Call it before the first forward on each stream; it does not block the host. Without CUDA it does nothing.
+        It does not block the host, and costs next to nothing on a stream that has waited already, so it may be called
+        before each forward. Without CUDA it does nothing.
         """
-        if self._grant is not None and self.slots:
-            self._store._wait_for(self._grant, self._ready, stream)
+        if self._grant is not None:
+            self._store._transfer.wait(self._ready, self._grant.streams, stream)
 
     def __enter__(self) -> Lease:
         return self

@@ -6,8 +6,6 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ..errors import SlotError
 from .lease import Grant, Key, Lease, Mix, Ticket, label_of, parts_of
 from .loading import LoadingStore
@@ -197,11 +195,3 @@ class LeasingStore(LoadingStore):
     @staticmethod
     def _listed(call: _Call) -> str:
         return ", ".join(label_of(key) for key in call.wishes)
-
-    def _wait_for(
-        self, grant: Grant, events: Sequence[torch.cuda.Event | None], stream: torch.cuda.Stream | None
-    ) -> None:
-        """Let a stream wait for copies, and remember that it uses the grant's slots. The lock is not needed."""
-        used = self._transfer.wait(events, stream)
-        if used is not None:
-            grant.streams[used.cuda_stream] = used

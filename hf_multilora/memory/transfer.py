@@ -63,17 +63,22 @@ class Transfer:
         return end
 
     def wait(
-        self, events: Iterable[torch.cuda.Event | None], stream: torch.cuda.Stream | None = None
-    ) -> torch.cuda.Stream | None:
-        """Let `stream` (the current one by default) wait for copies. Returns the stream, None without CUDA."""
+        self,
+        events: Iterable[torch.cuda.Event | None],
+        waited: dict[int, torch.cuda.Stream],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Let `stream` (the current one by default) wait for copies, unless it is one of those in `waited`."""
         if not self.cuda:
-            return None
+            return
         stream = stream or torch.cuda.current_stream(self.arena.device)
+        if stream.cuda_stream in waited:
+            return
         self._know(stream)
         for event in events:
             if event is not None:
                 stream.wait_event(event)
-        return stream
+        waited[stream.cuda_stream] = stream
 
     def mark(self, streams: Iterable[torch.cuda.Stream] = ()) -> dict[int, torch.cuda.Event]:
         """Record where the current stream, and others, are now: stream's number -> event. Empty without CUDA."""
