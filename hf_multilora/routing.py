@@ -45,17 +45,17 @@ class RowState:
         slots = tuple(slot for slot in self.slots for _ in range(times))
         return RowState(slots, self.tensor.device, self.touched, self.uniform)
 
-    def for_shape(self, shape: torch.Size, where: str) -> RowState:
+    def for_shape(self, shape: torch.Size, flat: bool, where: str) -> RowState:
         """The state whose rows fit an input of this shape.
 
-        An input `[rows, ...]` or `[rows * k, H]` (a batch flattened row by row) is this state; a uniform state also
-        serves any other leading size.
+        An input `[rows, ...]` is this state's, and so is `[rows * k, H]` where `flat` says that the layer may see a
+        batch flattened row by row; a uniform state also serves any other leading size.
 
         Raises:
             RoutingError: the shape cannot be mapped to the rows of the batch.
         """
-        first = shape[0] if len(shape) else 1
-        if first == self.rows or (len(shape) == 2 and first % self.rows == 0):
+        first = shape[0]
+        if first == self.rows or (flat and first % self.rows == 0):
             return self
         if self.uniform:
             state = self._filled.get(first)
@@ -87,7 +87,10 @@ class Routing:
 
     def __init__(self, device: torch.device, capacity: int = 1024) -> None:
         self.state: RowState | Unrouted | None = None
+        # Compiled forwards guard on these two. A uniform state serves any batch, so that it leaves `rows` as it was:
+        # a graph that was made for a list of ids then also serves one id for all rows.
         self.rows = 1
+        self.uniform = False
         self._allocate(device, capacity)
 
     def _allocate(self, device: torch.device, capacity: int) -> None:
@@ -103,8 +106,28 @@ class Routing:
         previous = self.state
         self.state = state
         if isinstance(state, RowState):
-            self.rows = state.rows
+            self.uniform = state.uniform
+            if not state.uniform:
+                self.rows = state.rows
         return previous
+
+    def compiled_rows(self, shape: torch.Size, flat: bool, where: str) -> int:
+        """Rows that an input of this shape holds, for a compiled forward; its slots are the first ones of `static`.
+
+        Raises:
+            RoutingError: as `RowState.for_shape`.
+        """
+        first = shape[0]
+        if flat and first != self.rows:
+            if first % self.rows == 0:
+                return self.rows
+            if self.uniform:
+                return 1
+        if first == self.rows or self.uniform:
+            return first
+        raise RoutingError(
+            f"{where}: an input of shape {tuple(shape)} cannot be mapped to the {self.rows} rows that adapter_ids names."
+        )
 
     def fill_static(self) -> None:
         """Bring the buffer that compiled forwards read up to date; to be called outside of the graph."""
@@ -113,5 +136,8 @@ class Routing:
             return
         if state.rows > self.static.numel():
             self._allocate(self.static.device, 2 * state.rows)
-        self.static[: state.rows].copy_(state.tensor)
+        if state.uniform:
+            self.static.copy_(state.tensor[:1].expand_as(self.static))
+        else:
+            self.static[: state.rows].copy_(state.tensor)
         self._in_static = state

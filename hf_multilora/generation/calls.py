@@ -71,6 +71,14 @@ class Call:
         self._tags = tuple(tag for tag in self.prompt_tags for _ in range(times))
         self.state = self.prompt.repeated(times) if self.prompt is not None and times > 1 else self.prompt
 
+    def check_rows(self, rows: int | None) -> None:
+        """Raises: RoutingError where a batch of `rows` rows is not what the ids are for."""
+        if rows is not None and not self.uniform and rows != len(self._tags):
+            raise RoutingError(
+                f"The batch has {rows} rows, but adapter_ids names {len(self._tags)}. Pass one id per row, or one id (a "
+                "string) for all rows."
+            )
+
     def tags(self, rows: int | None) -> tuple[Hashable | None, ...]:
         """Who writes each row of a cache."""
         return self._tags[:1] * rows if self.uniform and rows is not None else self._tags
@@ -192,6 +200,8 @@ class Calls:
     def _run(self, call: Call | None, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         cache = find_cache(kwargs) or next((a for a in args if isinstance(a, (Cache, EncoderDecoderCache))), None)
         rows = batch_rows(args, kwargs)
+        if call is not None:
+            call.check_rows(rows)
         with self.lock:
             if cache is not None:
                 check_cache(cache, self._tags(call, cache, rows), call and call.token)

@@ -85,16 +85,20 @@ class LoraLayer(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.base_layer.__reduce_ex__(protocol)
 
-    def _delta(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """`y` with the deltas of the rows' adapters; the caller has seen that some adapter is active."""
+    def _delta(self, y: torch.Tensor, x: torch.Tensor, flat: bool) -> torch.Tensor:
+        """`y` with the deltas of the rows' adapters; the caller has seen that some adapter is active.
+
+        Args:
+            flat: whether the first dimension of `x` may count tokens of a batch that was flattened row by row.
+        """
         routing = self._routing
         state = routing.state
         if isinstance(state, Unrouted):
             raise state.error(self._path)
         if torch.compiler.is_compiling():
-            return self._op(y, x, routing.static, routing.rows)
+            return self._op(y, x, routing.static, routing.compiled_rows(x.shape, flat, self._path))
         if state is None or self._sites.isdisjoint(state.touched):
             return y
         if x.shape[0] != state.rows:
-            state = state.for_shape(x.shape, self._path)
+            state = state.for_shape(x.shape, flat, self._path)
         return self._op(y, x, state.tensor, state.rows, state.memo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ..errors import RoutingError
 from ..routing import Unrouted
 from .base import LoraLayer
 from .registry import register_layer
@@ -47,8 +48,11 @@ class LoraEmbedding(LoraLayer):
             raise state.error(self._path)
         if not torch.compiler.is_compiling() and self._sites.isdisjoint(state.touched):
             return y
-        rows = routing.rows
-        if ids.dim() == 2 and ids.shape[0] == 1 and rows > 1 and not state.uniform:
-            ids = ids.expand(rows, -1).contiguous()
-            y = y.expand(rows, -1, -1).contiguous()
-        return self._delta(y, ids)
+        if not routing.uniform:
+            if ids.dim() != 2:
+                raise RoutingError(f"{self._path}: ids of shape {tuple(ids.shape)} cannot be mapped to rows.")
+            rows = routing.rows
+            if ids.shape[0] == 1 and rows > 1:
+                ids = ids.expand(rows, -1).contiguous()
+                y = y.expand(rows, -1, -1).contiguous()
+        return self._delta(y, ids, False)

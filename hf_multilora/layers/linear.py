@@ -38,4 +38,4 @@ class LoraLinear(LoraLayer):
         y = self.base_layer.forward(x, *args, **kwargs)
         if self._routing.state is None:
             return y
-        return self._delta(y, x)
+        return self._delta(y, x, x.dim() == 2)
