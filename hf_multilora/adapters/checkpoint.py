@@ -57,7 +57,7 @@ class Checkpoint:
     ) -> None:
         self.where = str(where)
         self.infos = infos
-        self._read = read
+        self._read: Callable[[str], torch.Tensor] | None = read
         self._close = close
 
     def read(self, key: str) -> torch.Tensor:
@@ -65,7 +65,10 @@ class Checkpoint:
 
         Raises:
             AdapterFormatError: the file cannot be read any more.
+            ValueError: the checkpoint was closed.
         """
+        if self._read is None:
+            raise ValueError(f"{self.where}: closed. Read the tensors before closing the plan.")
         try:
             return self._read(key)
         except (SafetensorError, OSError, RuntimeError) as error:
@@ -73,6 +76,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Release the files; references to tensors cannot be read afterwards. May be called twice."""
+        self._read = None
         if self._close is not None:
             self._close()
             self._close = None

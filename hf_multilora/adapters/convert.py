@@ -13,7 +13,7 @@ from .checkpoint import Checkpoint, TensorInfo, TensorRef
 from .config import AdapterSpec
 from .keys import Key
 from .plan import Factor
-from .targets import Part, TargetTable
+from .targets import Part, TargetTable, is_head
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,23 @@ def _check_kind(pair: Pair, kind: str, where: str) -> None:
 def _check_shapes(
     pair: Pair, a: tuple[int, ...], b: tuple[int, ...], width_in: int, width_out: int, table: TargetTable, where: str
 ) -> None:
+    if a[0] == b[1] and (a[1], b[0]) == (width_in, width_out):
+        return
+    if (a[0], b[1]) == (width_in, width_out):
+        raise AdapterFormatError(
+            f"{where}: {pair.a.name} {a} and {pair.b.name} {b} are transposed: A is (rank, in), B is (out, rank)."
+        )
     if a[0] != b[1]:
         raise AdapterFormatError(
             f"{where}: {pair.a.name} {a} and {pair.b.name} {b} have no common rank: A is (rank, in), B is (out, rank)."
         )
-    if (a[1], b[0]) == (width_in, width_out):
-        return
     text = (
         f"{where}: {pair.trained!r} was trained on a layer of {a[1]} inputs and {b[0]} outputs; the model's "
         f"{pair.path!r} has {width_in} and {width_out}."
     )
     vocabularies = {target.in_features for target in table.targets.values() if target.kind == "embedding"}
     on_rows = pair.a.role == "embedding_A" and b[0] == width_out
-    on_head = a[1] == width_in and width_out in vocabularies and "." not in pair.path
+    on_head = is_head(pair.path) and a[1] == width_in and width_out in vocabularies
     if on_rows or on_head:
         raise UnsupportedAdapterError(f"{text} Adapters with a resized vocabulary are not served yet.")
     raise AdapterMatchError(f"{text} Is it an adapter of another base, or of another size of it?")

@@ -135,15 +135,19 @@ class Renaming:
         names: module path in the checkpoint -> in the model; paths that mean nothing there are mapped all the same,
             so that errors can name them.
         prefixes: (prefix in the model, prefix in the checkpoint), both empty or ending with a dot.
+        same_model: the checkpoint was trained on this architecture as a whole, if under older names.
     """
 
     names: dict[str, str]
     prefixes: set[tuple[str, str]] = field(default_factory=set)
+    same_model: bool = True
 
     def trained_as(self, path: str) -> str | None:
         """What the model's `path` was called in training; None where the trained model had no such place."""
         best = max((pair for pair in self.prefixes if path.startswith(pair[0])), key=lambda p: len(p[0]), default=None)
-        return None if best is None else best[1] + path[len(best[0]) :]
+        if best is not None:
+            return best[1] + path[len(best[0]) :]
+        return path if self.same_model else None
 
 
 def find_renaming(trained: Iterable[str], others: Iterable[str], table: TargetTable, where: str) -> Renaming:
@@ -178,7 +182,8 @@ def find_renaming(trained: Iterable[str], others: Iterable[str], table: TargetTa
                 "the model's own module names."
             )
     _check_collisions(best, where)
-    renaming = Renaming(best, {_prefixes(old, new) for old, new in best.items() if new in table.known})
+    prefixes = {_prefixes(old, new) for old, new in best.items() if new in table.known}
+    renaming = Renaming(best, prefixes, same_model=isinstance(rule, _Architecture) or rule == _Rule("", ""))
     renaming.names.update({path: rule.apply(path, table) for path in others if path not in best})
     return renaming
 
@@ -235,9 +240,9 @@ class _Architecture(_Rule):
         if path in table.known:
             return path
         for pattern, new in table.prefixes:
-            renamed, n = re.subn(pattern, new, path)
+            renamed, n = re.subn(pattern, new, f"{path}.")  # the patterns are made for tensor names
             if n:
-                return renamed
+                return renamed.removesuffix(".")
         return path
 
 

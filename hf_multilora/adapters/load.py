@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ def load_plan(
         if config is None:
             raise AdapterFormatError("Tensors in memory need config=, the fields of their adapter_config.json.")
         spec = parse_config(config, "config")
+        open_weights: Callable[[], Checkpoint] = functools.partial(from_tensors, source)
     else:
         if config is not None:
             raise AdapterFormatError(f"{source}: config= goes with tensors in memory; a folder or hub id has its own.")
@@ -75,8 +77,9 @@ def load_plan(
             )
         )
         spec = parse_config(read_config(files.config), str(files.config))
+        open_weights = functools.partial(open_checkpoint, files.weights)
     warnings = _check_base(spec, targets.base_name, strict_base, files)
-    checkpoint = from_tensors(source) if isinstance(source, Mapping) else _open(files)
+    checkpoint = open_weights()
     try:
         plan = match(spec, checkpoint, targets, max_lora_rank=max_lora_rank, ignore_untargeted=ignore_untargeted)
     except BaseException:
@@ -88,11 +91,6 @@ def load_plan(
         fingerprint_of_source=files.commit if files else None,
         warnings=[*(files.warnings if files else []), *warnings, *plan.warnings],
     )
-
-
-def _open(files: AdapterFiles | None) -> Checkpoint:
-    assert files is not None
-    return open_checkpoint(files.weights)
 
 
 def _check_base(spec: AdapterSpec, base_name: str | None, strict: bool, files: AdapterFiles | None) -> list[str]:

@@ -196,7 +196,8 @@ def _check_complete(
         raise AdapterFormatError(
             f"{where}: the config's target_modules choose {len(missing)} modules of this model that have no tensors: "
             f"{_some(dict.fromkeys(missing))}. PEFT saves every module that it trains, so the file is incomplete; a "
-            "missing factor is never taken as zero. Copy or download it again."
+            "missing factor is never taken as zero. Copy or download it again; or, if it never trained them, name in "
+            "target_modules only what it did."
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from .config import AdapterSpec
 from .keys import Renaming
-from .targets import FUSED, TargetTable
+from .targets import FUSED, TargetTable, is_head
 
 _FIRST_INDEX = re.compile(r".*?\.[^.]*\.(\d+)\.")
 _LAST_INDEX = re.compile(r".*\.[^.]*\.(\d+)\.")
@@ -92,11 +92,11 @@ def incomplete(
         if all((part.path, part.slice) in have for part in parts) or not _same_layout(name, table, layout):
             continue
         trained = renaming.trained_as(name)
-        if trained is None or ("." not in name and spec.task_type in _HEADLESS_TASKS):
+        if trained is None or (is_head(name) and spec.task_type in _HEADLESS_TASKS):
             continue
         if everything:
             # PEFT writes the choice out in full and leaves the output head out of it
-            chosen = "." in name and table.targets[parts[0].path].kind == "linear"
+            chosen = not is_head(name) and table.targets[parts[0].path].kind == "linear"
         else:
             chosen = selector.surely_matches(trained)
         if chosen:
@@ -109,8 +109,8 @@ def _same_layout(name: str, table: TargetTable, layout: set[str]) -> bool:
     last = name.rpartition(".")[2]
     if last in layout:
         return True
-    if name not in table.targets:
-        return False
-    other = {fused for fused, parts in FUSED.items() if last in parts}
-    other.update(part for part, _ in table.targets[name].slices)
-    return not other & layout
+    if name in table.targets:
+        other = {fused for fused, parts in FUSED.items() if last in parts}
+        other.update(part for part, _ in table.targets[name].slices)
+        return not other & layout
+    return any(last in parts and not layout.isdisjoint(parts) for parts in FUSED.values())

@@ -37,14 +37,14 @@ def check_copies(
     ignored, warnings = [], []
     for key in keys:
         base = table.read_base(f"{names[key.path]}.{key.leaf}")
-        if base is None:
+        if base is None or base.is_meta or not base.is_floating_point():
             raise _stranger(key, names[key.path], spec, checkpoint, table)
         info = checkpoint.infos[key.name]
         if info.shape != tuple(base.shape):
             raise _resized(key, info.shape, tuple(base.shape), checkpoint.where)
         same = same_numbers(checkpoint.read(key.name), base)
         if same is None:
-            raise _altered(key, checkpoint.where)
+            raise _altered(key, spec, checkpoint.where)
         ignored.append(f"{key.name}: a copy of the base's own weight")
         if same != base.dtype:
             warnings.append(f"{key.name}: equals the base's {base.dtype} weight when that is rounded to {same}.")
@@ -57,7 +57,7 @@ def same_numbers(copy: torch.Tensor, base: torch.Tensor) -> torch.dtype | None:
     That is the base's dtype where the copy, rounded to it, is the base; and the copy's dtype where the base, rounded
     to it, is the copy (an adapter trained on a half-precision load of the same base).
     """
-    if copy.device != base.device and base.device.type != "meta":
+    if copy.device != base.device:
         copy = copy.to(base.device)
     for dtype in dict.fromkeys((base.dtype, copy.dtype)):
         left, right = copy.detach().reshape(-1), base.detach().reshape(-1)
@@ -91,8 +91,9 @@ def _within(name: str, path: str) -> bool:
     return f".{name}." in f".{path}."
 
 
-def _altered(key: Key, where: str) -> UnsupportedAdapterError:
-    if key.leaf == "bias":
+def _altered(key: Key, spec: AdapterSpec, where: str) -> UnsupportedAdapterError:
+    saved = any(_within(name, key.path) for name in spec.modules_to_save)
+    if key.leaf == "bias" and not saved:
         what = "a trained bias (bias='all' or 'lora_only')"
     else:
         what = "a trained copy of the base's weight (modules_to_save), or the weight of another base"
@@ -111,8 +112,8 @@ def _stranger(key: Key, path: str, spec: AdapterSpec, checkpoint: Checkpoint, ta
     where = checkpoint.where
     if path in table.modules:
         return UnsupportedAdapterError(
-            f"{where}: {key.name} saves {path!r}, whose weight cannot be compared with the base's (quantised, or "
-            "stored in another form). Saved modules are not served yet."
+            f"{where}: {key.name} saves {path!r}, whose weight cannot be compared with the base's (quantised "
+            "or offloaded). Saved modules are not served yet."
         )
     if any(_within(name, key.path) for name in (*spec.modules_to_save, *_HEADS)):
         return UnsupportedAdapterError(

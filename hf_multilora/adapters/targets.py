@@ -140,6 +140,11 @@ class TargetTable:
         return {site: i for i, site in enumerate(sites)}
 
 
+def is_head(path: str) -> bool:
+    """Whether a layer turns hidden states into logits, going by where heads are kept: outside of the stack."""
+    return "." not in path or path.endswith(".lm_head")
+
+
 def _sibling(path: str, name: str) -> str:
     """The module called `name` beside `path`."""
     parent, dot, _ = path.rpartition(".")
