@@ -103,6 +103,8 @@ def from_hub(request: Request) -> AdapterFiles | None:
 @register_resolver
 def from_folder(request: Request) -> AdapterFiles | None:
     """An existing folder, or the adapter's weight or config file inside it. Wins over a hub id of the same name."""
+    if not request.source:
+        return None
     path = Path(request.source).expanduser()
     if path.is_file() and path.name in (CONFIG, *WEIGHTS):
         weights = path if path.name in WEIGHTS else None

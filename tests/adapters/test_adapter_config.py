@@ -15,8 +15,9 @@ from peft import EvaConfig, LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
-from hf_multilora.adapters.config import AdapterSpec, PatternTable, parse_config, read_config
+from hf_multilora.adapters.config import AdapterSpec, parse_config, read_config
 from hf_multilora.adapters.fields import HONOURED, METADATA, NO_EFFECT, REFUSED
+from hf_multilora.adapters.patterns import PatternTable
 from hf_multilora.adapters.select import Selector
 from hf_multilora.errors import AdapterFormatError, UnsupportedAdapterError
 
@@ -33,7 +34,14 @@ def test_every_field_of_peft_is_known() -> None:
 
 def test_a_live_config() -> None:
     """PeftConfig.to_dict() holds enums and sets."""
-    live = LoraConfig(r=3, lora_alpha=6, target_modules=["q", "k"], task_type="CAUSAL_LM", eva_config=EvaConfig())
+    live = LoraConfig(
+        r=3,
+        lora_alpha=6,
+        target_modules=["q", "k"],
+        task_type="CAUSAL_LM",
+        init_lora_weights="eva",
+        eva_config=EvaConfig(),
+    )
     spec = parse_config(live.to_dict(), "x")
     assert (spec.r, spec.alpha, spec.target_modules, spec.task_type) == (3, 6, ("k", "q"), "CAUSAL_LM")
 
