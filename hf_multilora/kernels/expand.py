@@ -7,8 +7,9 @@ The sum is fp32 and y is rounded once. Rows without an adapter, and slices that 
 
 `expand_rows` is one program per token (decode); `expand_tiles` takes tiles of one row's tokens with `tl.dot`
 (prefill). There h enters the dot without being rounded to the adapters' dtype: for bf16 as hi + lo, two bf16 values
-that keep 16 of its 24 bits; for fp16, whose range is too small for that, as three tf32 products; for fp32 in IEEE
-arithmetic.
+that keep 16 of its 24 bits; where y is fp32, or Bt fp16 (whose range is too small for that), as three tf32 products,
+good to 22 bits; for fp32 factors in IEEE arithmetic. Addresses are int64 up to the first element of a tile or of a
+factor, and int32 inside.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def expand_rows(
     for r0 in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
         r = r0 + tl.arange(0, BLOCK_R)
         mask = (r[:, None] < rank) & (c[None, :] < width)
-        b = tl.load(b_ptr + r[:, None].to(tl.int64) * width + c[None, :], mask=mask, other=0.0)
+        b = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=mask, other=0.0)
         h = tl.load(h_planes + r[None, :], mask=(s[:, None] < SPLIT) & (r[None, :] < rank), other=0.0)
         acc += tl.sum(tl.sum(h, axis=0)[:, None] * b.to(tl.float32), axis=0)
     tl.store(y_row + c, (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=c < width)
@@ -139,20 +140,22 @@ def expand_tiles(
     if N_SLICES > 1:
         src = sharing_slice(first, i, tl.load(first + 3 * i), rank, N_SLICES)
     b_ptr = factor_start(data_ptr, slot, slot_elems, b_off, ALIGN)
-    m = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
-    t = row.to(tl.int64) * per_row + m
+    m_start = (tl.program_id(0) % blocks) * BLOCK_M
+    m = tl.arange(0, BLOCK_M)
+    m_stop = per_row - m_start
+    t = row.to(tl.int64) * per_row + m_start
     c = c0 + tl.arange(0, BLOCK_N)
-    y_tile = y_ptr + t[:, None] * y_stride + (start + c)[None, :]
-    y_mask = (m[:, None] < per_row) & (c[None, :] < width)
+    y_tile = y_ptr + (t * y_stride + start) + m[:, None] * y_stride + c[None, :]
+    y_mask = (m[:, None] < m_stop) & (c[None, :] < width)
     y = tl.load(y_tile, mask=y_mask)
     plane = tl.cast(n, tl.int64) * N_SLICES * MAX_RANK
-    h_rows = h_ptr + (t * N_SLICES + src)[:, None] * MAX_RANK
+    h_rows = h_ptr + (t * N_SLICES + src) * MAX_RANK + m[:, None] * (N_SLICES * MAX_RANK)
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for r0 in range(0, rank, BLOCK_R):
+    for r0 in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
         r = r0 + tl.arange(0, BLOCK_R)
         b_mask = (r[:, None] < rank) & (c[None, :] < width)
-        b = tl.load(b_ptr + r[:, None].to(tl.int64) * width + c[None, :], mask=b_mask, other=0.0)
-        h_mask = (m[:, None] < per_row) & (r[None, :] < rank)
+        b = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=b_mask, other=0.0)
+        h_mask = (m[:, None] < m_stop) & (r[None, :] < rank)
         h = tl.load(h_rows + r[None, :], mask=h_mask, other=0.0)
         for s in tl.static_range(1, SPLIT):
             h += tl.load(h_rows + s * plane + r[None, :], mask=h_mask, other=0.0)

@@ -73,7 +73,7 @@ def linear(
         return recipe
     n, k = x.shape
     shrinking = shrink_tiling(n, rows, k, max_rank, x.dtype, data.dtype)
-    expanding = expand_tiling(n, rows, max(widths), max_rank, data.dtype)
+    expanding = expand_tiling(n, rows, max(widths), max_rank, y.dtype, data.dtype)
     common = (row_slots, planes, data, meta, rows, site)
     first = shrink.prepare(x, *common, len(widths), slot_elems, max_rank, shrinking)
     second = expand.prepare(y, *common, widths, slot_elems, max_rank, shrinking.split, expanding)
@@ -101,7 +101,7 @@ def embed(
         _run_recipe(recipe, y, ids, row_slots, planes, site)
         return recipe
     common = (row_slots, planes, data, meta, rows, site)
-    expanding = expand_tiling(ids.numel(), rows, width, max_rank, data.dtype)
+    expanding = expand_tiling(ids.numel(), rows, width, max_rank, y.dtype, data.dtype)
     first = embedding.prepare(ids, *common, slot_elems, max_rank)
     second = expand.prepare(y, *common, (width,), slot_elems, max_rank, 1, expanding)
     return _run(first, second, key, recipes)

@@ -7,7 +7,8 @@ No zero fill and no atomics: expand reads exactly what was written here, i.e. `j
 without one, or whose adapter did not train the slice, leaves at once. The true rank bounds every loop.
 
 Two kernels, chosen by the shape of the call: one program per token with multiply-and-sum where a row has few tokens
-(decode), tiles of one row's tokens with `tl.dot` where it has many (prefill).
+(decode), tiles of one row's tokens with `tl.dot` where it has many (prefill). Addresses are int64 up to the first
+element of a tile or a factor, and int32 inside (rank * K and BLOCK_M * stride are below 2**31).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def shrink_rows(
         for step in tl.static_range(0, CHUNK, BLOCK_K):
             k = k_start + step + tl.arange(0, BLOCK_K)
             mask = (r[:, None] < rank) & (k[None, :] < K)
-            a = tl.load(a_ptr + r[:, None].to(tl.int64) * K + k[None, :], mask=mask, other=0.0)
+            a = tl.load(a_ptr + r[:, None] * K + k[None, :], mask=mask, other=0.0)
             x = tl.load(x_row + k, mask=k < K, other=0.0)
             acc += a.to(tl.float32) * x.to(tl.float32)[None, :]
         tl.store(h_row + r, tl.sum(acc, axis=1), mask=r < rank)
@@ -121,10 +122,12 @@ def shrink_tiles(
     if N_SLICES > 1 and sharing_slice(first, i, a_off, rank, N_SLICES) != i:
         return
     a_ptr = factor_start(data_ptr, slot, slot_elems, a_off, ALIGN)
-    m = (tl.program_id(0) % blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
-    t = row.to(tl.int64) * per_row + m
-    x_rows = x_ptr + t[:, None] * x_stride
-    h_rows = h_ptr + ((s.to(tl.int64) * n + t) * N_SLICES + i)[:, None] * MAX_RANK
+    m_start = (tl.program_id(0) % blocks) * BLOCK_M
+    m = tl.arange(0, BLOCK_M)
+    m_stop = per_row - m_start
+    t = row.to(tl.int64) * per_row + m_start
+    x_rows = x_ptr + t * x_stride + m[:, None] * x_stride
+    h_rows = h_ptr + ((s.to(tl.int64) * n + t) * N_SLICES + i) * MAX_RANK + m[:, None] * (N_SLICES * MAX_RANK)
     k_start = s * CHUNK
     k_stop = tl.minimum(K, k_start + CHUNK)
     for r0 in range(0, rank, BLOCK_R):
@@ -132,9 +135,9 @@ def shrink_tiles(
         acc = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)
         for k0 in tl.range(k_start, k_stop, BLOCK_K, num_stages=STAGES):
             k = k0 + tl.arange(0, BLOCK_K)
-            x = tl.load(x_rows + k[None, :], mask=(m[:, None] < per_row) & (k[None, :] < K), other=0.0)
+            x = tl.load(x_rows + k[None, :], mask=(m[:, None] < m_stop) & (k[None, :] < K), other=0.0)
             a_mask = (r[None, :] < rank) & (k[:, None] < K)
-            a = tl.load(a_ptr + r[None, :].to(tl.int64) * K + k[:, None], mask=a_mask, other=0.0)
+            a = tl.load(a_ptr + r[None, :] * K + k[:, None], mask=a_mask, other=0.0)
             if DOT == "native":
                 acc = tl.dot(x, a, acc)
             elif DOT == "tf32":
@@ -142,7 +145,7 @@ def shrink_tiles(
                 acc = tl.dot(x.to(tl.float32), a.to(tl.float32), acc, input_precision="tf32")
             else:
                 acc = tl.dot(x.to(tl.float32), a.to(tl.float32), acc, input_precision="ieee")
-        tl.store(h_rows + r[None, :], acc, mask=(m[:, None] < per_row) & (r[None, :] < rank))
+        tl.store(h_rows + r[None, :], acc, mask=(m[:, None] < m_stop) & (r[None, :] < rank))
 
 
 def prepare(

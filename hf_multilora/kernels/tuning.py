@@ -17,15 +17,15 @@ MAX_SPLIT = 32
 DECODE_PROGRAMS = 512
 PREFILL_PROGRAMS = 256
 
-# Decode shrink by tokens in the call: (up to, elements of K a program reads, of these at a time, warps).
-SHRINK_ROWS = ((4, 128, 128, 4), (64, 256, 256, 4), (256, 512, 256, 4), (1 << 62, 1024, 256, 4))
-# Decode expand: columns a program writes (the widest that still makes DECODE_PROGRAMS), and warps.
-EXPAND_ROWS = ((512, 4), (256, 4), (128, 4), (64, 4))
+# Decode shrink by tokens in the call: (up to, bytes of a row of A that a program reads, of these at a time, warps).
+SHRINK_ROWS = ((4, 256, 256, 4), (64, 512, 512, 4), (256, 1024, 512, 4), (1 << 62, 2048, 512, 4))
+# Decode expand: bytes of a row of Bt that a program reads (the most that still makes DECODE_PROGRAMS), warps.
+EXPAND_ROWS = ((1024, 2), (512, 1), (256, 1), (128, 1))
 # Prefill shrink, by kind of dot: (largest tile of tokens, elements of K at a time, largest rank at once, stages,
 # warps).
 SHRINK_TILES = {"native": (32, 128, 64, 4, 4), "tf32": (32, 64, 64, 3, 4), "ieee": (32, 32, 32, 2, 4)}
 # Prefill expand: (largest tile of tokens, columns, largest rank at once, warps).
-EXPAND_TILES = {"split": (64, 128, 64, 4), "tf32": (64, 128, 64, 8), "ieee": (32, 64, 32, 4)}
+EXPAND_TILES = {"split": (64, 128, 16, 4), "tf32": (32, 128, 16, 4), "ieee": (32, 64, 32, 4)}
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,7 @@ def shrink_tiling(n: int, rows: int, k: int, max_rank: int, x: torch.dtype, data
     per_row = n // rows
     if per_row < TILE_TOKENS:
         chunk, block_k, warps = next(row[1:] for row in SHRINK_ROWS if n <= row[0])
+        chunk, block_k = chunk // data.itemsize, block_k // data.itemsize
         chunk = max(chunk, _round_up(-(-k // MAX_SPLIT), block_k))
         return ShrinkTiling(False, -(-k // chunk), chunk, 1, block_k, _rank_block(max_rank, 16, 1), 1, warps, "")
     dot = _shrink_dot(x, data)
@@ -70,15 +71,14 @@ def shrink_tiling(n: int, rows: int, k: int, max_rank: int, x: torch.dtype, data
     )
 
 
-def expand_tiling(n: int, rows: int, width: int, max_rank: int, data: torch.dtype) -> ExpandTiling:
+def expand_tiling(n: int, rows: int, width: int, max_rank: int, y: torch.dtype, data: torch.dtype) -> ExpandTiling:
     """Sizes of the expand of `n` tokens in `rows` rows into slices of at most `width` columns."""
     per_row = n // rows
     if per_row < TILE_TOKENS:
-        block_n, warps = next(
-            (row for row in EXPAND_ROWS if n * -(-width // row[0]) >= DECODE_PROGRAMS), EXPAND_ROWS[-1]
-        )
+        sizes = [(size // data.itemsize, warps) for size, warps in EXPAND_ROWS]
+        block_n, warps = next((s for s in sizes if n * -(-width // s[0]) >= DECODE_PROGRAMS), sizes[-1])
         return ExpandTiling(False, 1, block_n, _rank_block(max_rank, 16, 1), 1, warps, "")
-    dot = _expand_dot(data)
+    dot = _expand_dot(y, data)
     block_m, block_n, block_r, warps = EXPAND_TILES[dot]
     block_m = min(block_m, _power_of_2(per_row))
     return ExpandTiling(True, block_m, block_n, _rank_block(max_rank, block_r, 16), 1, warps, dot)
@@ -90,8 +90,10 @@ def _shrink_dot(x: torch.dtype, data: torch.dtype) -> str:
     return "native" if x == data else "tf32"
 
 
-def _expand_dot(data: torch.dtype) -> str:
-    return {torch.bfloat16: "split", torch.float16: "tf32"}.get(data, "ieee")
+def _expand_dot(y: torch.dtype, data: torch.dtype) -> str:
+    if data == torch.float32:
+        return "ieee"
+    return "split" if data == torch.bfloat16 and y != torch.float32 else "tf32"
 
 
 def _rank_block(max_rank: int, largest: int, smallest: int) -> int:

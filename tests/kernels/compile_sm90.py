@@ -81,7 +81,7 @@ def cases() -> Any:
         x, y = empty(act, n, k), empty(act, n, sum(widths))
         data, meta = empty(lora, 1 << 20), empty(torch.int64, 8, 1 << 10)
         first = shrink_tiling(n, rows, k, rank, act, lora)
-        second = expand_tiling(n, rows, max(widths), rank, lora)
+        second = expand_tiling(n, rows, max(widths), rank, act, lora)
         common = (empty(torch.int32, rows), empty(fp32, 1 << 20), data, meta, rows, 5)
         label = f"rows={rows} tokens={per_row} K={k} N={widths} r={rank} {TYPES[act]} {TYPES[lora]}"
         yield label, shrink.prepare(x, *common, len(widths), 1 << 20, rank, first)
@@ -105,7 +105,8 @@ def resources(compiled: Any) -> dict[str, Any]:
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: int(value) for name, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     dots = sorted(set(re.findall(r"(wgmma\.mma_async\S+|mma\.sync\S+)", ptx)))
-    return {"shared": compiled.metadata.shared, "loads": widths, **found, "dots": dots}
+    copies = len(re.findall(r"cp\.async\.cg\.shared\.global \[[^\]]*\], \[[^\]]*\], 0x10", ptx))
+    return {"shared": compiled.metadata.shared, "loads": widths, "copies": copies, **found, "dots": dots}
 
 
 def main() -> None:

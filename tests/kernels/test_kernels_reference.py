@@ -144,3 +144,38 @@ def test_gradients_follow_the_input() -> None:
     x.requires_grad_()
     run(bed, y, x, [0, -1]).sum().backward()
     assert x.grad is not None and x.grad[0].abs().sum() > 0 and x.grad[1].abs().sum() == 0
+
+
+def test_compiled_on_the_cpu() -> None:
+    """The custom ops trace as one graph, and one graph serves every mix."""
+    bed = Bed([[4], [16], [0]], 24, [20])
+    table = Bed([[8], [3], [1]], 50, [24], embedding=True)
+    arena = (bed.data, bed.meta, bed.slot_elems, bed.zero_off, bed.site)
+    linear = LinearOp(*arena, 24, (20,), 16, Workspace())
+    arena = (table.data, table.meta, table.slot_elems, table.zero_off, table.site)
+    embed = EmbeddingOp(*arena, 24, 8, Workspace())
+    words, weight = torch.randn(50, 24), torch.randn(20, 24)
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    def forward(ids: torch.Tensor, row_slots: torch.Tensor) -> torch.Tensor:
+        x = embed(torch.nn.functional.embedding(ids, words), ids, row_slots, 3)
+        return linear(torch.nn.functional.linear(x, weight), x, row_slots, 3)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(forward, fullgraph=True, backend=backend)
+    ids = torch.randint(50, (3, 4))
+    with torch.no_grad():
+        for slots in ([0, 1, 2], [-1, 2, 0], [-1, -1, -1]):
+            row_slots = torch.tensor(slots, dtype=torch.int32)
+            assert same_bits(compiled(ids, row_slots), forward(ids, row_slots))
+    assert len(graphs) == 1
+    torch.library.opcheck(
+        torch.ops.hf_multilora.linear.default,
+        (torch.randn(6, 20), torch.randn(6, 24), bed.data, bed.meta, row_slots, 3, bed.site, [20])
+        + (bed.slot_elems, bed.zero_off, 16),
+    )
+    torch._dynamo.reset()

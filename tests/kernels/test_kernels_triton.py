@@ -1,4 +1,4 @@
-"""The Triton kernels, on the device or else in the interpreter: right against fp64, rows independent."""
+"""The Triton kernels in the interpreter: right against fp64, rows independent. The device has test_kernels_gpu.py."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ triton = pytest.importorskip("triton")
 
 from hf_multilora.kernels import launch, tuning  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-INTERPRETED = DEVICE == "cpu"
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="runs in Triton's interpreter, which is for machines without a GPU"
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def bf16_in_the_interpreter() -> Iterator[None]:
     """The interpreter multiplies bf16 as raw integers, so that dots must upcast first, and cuts fp32 to bf16."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        if INTERPRETED:
-            monkeypatch.setattr(tuning, "_shrink_dot", lambda x, data: "ieee")
-            monkeypatch.setattr(tuning, "_expand_dot", lambda data: "ieee")
-            monkeypatch.setitem(TOLERANCE, torch.bfloat16, 8e-3)
+        monkeypatch.setattr(tuning, "_shrink_dot", lambda x, data: "ieee")
+        monkeypatch.setattr(tuning, "_expand_dot", lambda y, data: "ieee")
+        monkeypatch.setitem(TOLERANCE, torch.bfloat16, 8e-3)
         yield
 
 
@@ -33,17 +33,17 @@ def run(bed: Bed, y: torch.Tensor, x: torch.Tensor, slots: list[int], max_rank: 
     """The kernels on a copy of y, with planes full of NaN: what shrink did not write, expand must not read."""
     max_rank = max_rank or bed.max_rank
     rows, n = len(slots), y.shape[0]
-    row_slots = torch.tensor(slots + [7, 7], dtype=torch.int32, device=DEVICE)
+    row_slots = torch.tensor(slots + [7, 7], dtype=torch.int32)
     out = y.clone()
     recipes: dict = {}
     arena = (bed.data, bed.meta, row_slots)
     if bed.embedding:
-        planes = torch.full((n * max_rank,), float("nan"), device=DEVICE)
+        planes = torch.full((n * max_rank,), float("nan"))
         tail = (rows, bed.site, bed.widths[0], bed.slot_elems, max_rank, recipes)
         launch.embed(out, x, *arena, planes, *tail)
         return out
     elems = launch.plane_elems(n, rows, bed.in_features, len(bed.widths), max_rank, x.dtype, bed.dtype)
-    planes = torch.full((elems,), float("nan"), device=DEVICE)
+    planes = torch.full((elems,), float("nan"))
     launch.linear(out, x, *arena, planes, rows, bed.site, bed.widths, bed.slot_elems, max_rank, recipes)
     return out
 
@@ -55,9 +55,9 @@ RANKS = [[1], [3], [8], [11], [16], [33], [64], [128], [0]]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 3, 19])
 def test_linear(dtype: torch.dtype, popularity: str, tokens: int) -> None:
-    bed = Bed(RANKS, 33, [29], dtype, device=DEVICE)
+    bed = Bed(RANKS, 33, [29], dtype)
     slots = draw_slots(popularity, 6, len(RANKS))
-    y, x = bed.inputs(6 * tokens, dtype, device=DEVICE)
+    y, x = bed.inputs(6 * tokens, dtype)
     bed.check(run(bed, y, x, slots), y, x, slots)
 
 
@@ -65,9 +65,9 @@ def test_linear(dtype: torch.dtype, popularity: str, tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_shapes(k: int, n: int, tokens: int) -> None:
     """Several chunks of K and blocks of N, with and without a rest."""
-    bed = Bed([[16], [5]], k, [n], device=DEVICE)
+    bed = Bed([[16], [5]], k, [n])
     slots = [1, -1, 0]
-    y, x = bed.inputs(3 * tokens, torch.float32, device=DEVICE)
+    y, x = bed.inputs(3 * tokens, torch.float32)
     bed.check(run(bed, y, x, slots), y, x, slots)
 
 
@@ -75,8 +75,8 @@ def test_shapes(k: int, n: int, tokens: int) -> None:
 @pytest.mark.parametrize("lora", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 18])
 def test_dtypes_may_differ(act: torch.dtype, lora: torch.dtype, tokens: int) -> None:
-    bed = Bed([[8], [3]], 40, [24], lora, device=DEVICE)
-    y, x = bed.inputs(2 * tokens, act, device=DEVICE)
+    bed = Bed([[8], [3]], 40, [24], lora)
+    y, x = bed.inputs(2 * tokens, act)
     bed.check(run(bed, y, x, [0, 1]), y, x, [0, 1])
 
 
@@ -88,9 +88,9 @@ def test_slices(widths: list[int], shared_a: bool, tokens: int) -> None:
         ranks = [[4] * 4, [8, 0, 8, 8], [0, 8, 8, 0], [0] * 4]
     else:
         ranks = [[4, 0, 9, 1], [8, 1, 3, 0], [0, 16, 0, 2], [0] * 4]
-    bed = Bed([r[: len(widths)] for r in ranks], 24, widths, shared_a=shared_a, device=DEVICE)
+    bed = Bed([r[: len(widths)] for r in ranks], 24, widths, shared_a=shared_a)
     slots = [0, 1, 2, 3, -1, 1]
-    y, x = bed.inputs(6 * tokens, torch.float32, device=DEVICE)
+    y, x = bed.inputs(6 * tokens, torch.float32)
     bed.check(run(bed, y, x, slots, max_rank=16), y, x, slots)
 
 
@@ -98,9 +98,9 @@ def test_slices(widths: list[int], shared_a: bool, tokens: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", [1, 21])
 def test_embedding(dtype: torch.dtype, popularity: str, tokens: int) -> None:
-    bed = Bed(RANKS, 50, [29], dtype, embedding=True, device=DEVICE)
+    bed = Bed(RANKS, 50, [29], dtype, embedding=True)
     slots = draw_slots(popularity, 6, len(RANKS))
-    y, ids = bed.inputs(6 * tokens, dtype, device=DEVICE)
+    y, ids = bed.inputs(6 * tokens, dtype)
     bed.check(run(bed, y, ids, slots), y, ids, slots)
     assert same_bits(run(bed, y, ids.int(), slots), run(bed, y, ids, slots))
 
@@ -108,8 +108,8 @@ def test_embedding(dtype: torch.dtype, popularity: str, tokens: int) -> None:
 @pytest.mark.parametrize("embedding", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_rows_without_an_adapter_keep_their_bits(embedding: bool, tokens: int) -> None:
-    bed = Bed([[16], [0]], 33, [29], embedding=embedding, device=DEVICE)
-    y, x = bed.inputs(3 * tokens, torch.float32, device=DEVICE)
+    bed = Bed([[16], [0]], 33, [29], embedding=embedding)
+    y, x = bed.inputs(3 * tokens, torch.float32)
     y[0, 0], y[0, 1], y[0, 2], y[2 * tokens, 0] = -0.0, float("nan"), float("inf"), -0.0
     got = run(bed, y, x, [-1, 0, 1])
     base = [*range(tokens), *range(2 * tokens, 3 * tokens)]
@@ -119,8 +119,8 @@ def test_rows_without_an_adapter_keep_their_bits(embedding: bool, tokens: int) -
 @pytest.mark.parametrize("embedding", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_a_poisoned_adapter_touches_only_its_rows(embedding: bool, tokens: int) -> None:
-    bed = Bed([[16], [3], [8]], 33, [29], embedding=embedding, device=DEVICE)
-    y, x = bed.inputs(4 * tokens, torch.float32, device=DEVICE)
+    bed = Bed([[16], [3], [8]], 33, [29], embedding=embedding)
+    y, x = bed.inputs(4 * tokens, torch.float32)
     clean = run(bed, y, x, [0, 1, 2, -1])
     bed.poison(1)
     got = run(bed, y, x, [0, 1, 2, -1])
@@ -130,13 +130,13 @@ def test_a_poisoned_adapter_touches_only_its_rows(embedding: bool, tokens: int) 
 
 def test_strided_inputs() -> None:
     """x and y as columns of wider tensors."""
-    bed = Bed([[16], [3]], 32, [32], device=DEVICE)
-    y, x = bed.inputs(2, torch.float32, device=DEVICE)
-    wide_y, wide_x = torch.randn(2, 80, device=DEVICE), torch.randn(2, 70, device=DEVICE)
+    bed = Bed([[16], [3]], 32, [32])
+    y, x = bed.inputs(2, torch.float32)
+    wide_y, wide_x = torch.randn(2, 80), torch.randn(2, 70)
     wide_y[:, 16:48], wide_x[:, 3:35] = y, x
     before = wide_y.clone()
-    row_slots = torch.tensor([1, 0], dtype=torch.int32, device=DEVICE)
-    planes = torch.full((1024,), float("nan"), device=DEVICE)
+    row_slots = torch.tensor([1, 0], dtype=torch.int32)
+    planes = torch.full((1024,), float("nan"))
     arena = (bed.data, bed.meta, row_slots, planes, 2, bed.site, bed.widths, bed.slot_elems, 16, {})
     launch.linear(wide_y[:, 16:48], wide_x[:, 3:35], *arena)
     bed.check(wide_y[:, 16:48].contiguous(), y, x, [1, 0])
@@ -155,13 +155,13 @@ def test_strided_inputs() -> None:
 def test_neighbours_change_no_bit(
     data: st.DataObject, rows: int, tokens: int, k: int, dtype: torch.dtype, embedding: bool
 ) -> None:
-    bed = Bed([[1], [3], [16], [33], [0]], k, [40], dtype, embedding=embedding, device=DEVICE)
+    bed = Bed([[1], [3], [16], [33], [0]], k, [40], dtype, embedding=embedding)
     slots = st.lists(st.integers(-1, 4), min_size=rows, max_size=rows)
     first, second = data.draw(slots), data.draw(slots)
     row = data.draw(st.integers(0, rows - 1))
     second[row] = first[row]
-    y, x = bed.inputs(rows * tokens, dtype, device=DEVICE)
-    y2, x2 = bed.inputs(rows * tokens, dtype, seed=2, device=DEVICE)
+    y, x = bed.inputs(rows * tokens, dtype)
+    y2, x2 = bed.inputs(rows * tokens, dtype, seed=2)
     span = slice(row * tokens, (row + 1) * tokens)
     y2[span], x2[span] = y[span], x[span]
     assert same_bits(run(bed, y, x, first)[span], run(bed, y2, x2, second)[span])

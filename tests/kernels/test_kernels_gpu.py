@@ -1,0 +1,259 @@
+"""On the device: ops against fp64, prebuilt launches, CUDA graphs, torch.compile, syncs, bits of neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from kernel_bed import DTYPES, POPULARITY, TOLERANCE, Bed, draw_slots, same_bits
+
+from hf_multilora.kernels.ops import EmbeddingOp, LinearOp, Workspace
+
+pytestmark = pytest.mark.gpu
+
+RANKS = [[1], [3], [8], [11], [16], [33], [64], [128], [0]]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_planes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Planes start as NaN: what shrink did not write, expand must not read."""
+    reserve = Workspace.reserve
+
+    def poisoned(self: Workspace, elems: int, device: torch.device) -> torch.Tensor:
+        return reserve(self, elems, device).fill_(float("nan"))
+
+    monkeypatch.setattr(Workspace, "reserve", poisoned)
+    yield
+
+
+def make_op(bed: Bed, max_rank: int | None = None) -> LinearOp | EmbeddingOp:
+    arena = (bed.data, bed.meta, bed.slot_elems, bed.zero_off, bed.site)
+    if bed.embedding:
+        return EmbeddingOp(*arena, bed.widths[0], max_rank or bed.max_rank, Workspace())
+    return LinearOp(*arena, bed.in_features, bed.widths, max_rank or bed.max_rank, Workspace())
+
+
+def on_device(slots: list[int]) -> torch.Tensor:
+    return torch.tensor(slots + [7, 7], dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("popularity", POPULARITY)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, 40, 200])
+def test_linear(dtype: torch.dtype, popularity: str, tokens: int) -> None:
+    bed = Bed(RANKS, 1040, [520], dtype, device="cuda")
+    slots = draw_slots(popularity, 9, len(RANKS))
+    y, x = bed.inputs(9 * tokens, dtype, device="cuda")
+    op = make_op(bed)
+    row_slots = on_device(slots)
+    first = op(y.clone(), x, row_slots, 9)  # ordinary launches
+    bed.check(first, y, x, slots)
+    assert op._recipes, "no prebuilt launch was made"
+    again = y.clone()
+    assert op(again, x, row_slots, 9) is again  # prebuilt launches, in place
+    assert same_bits(first, again)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_odd_shapes_and_unaligned_pointers(dtype: torch.dtype, tokens: int) -> None:
+    bed = Bed(RANKS, 333, [77], dtype, device="cuda")
+    slots = [7, 0, -1, 3]
+    y, x = bed.inputs(4 * tokens, dtype, device="cuda")
+    op = make_op(bed)
+    for _ in range(2):
+        bed.check(op(y.clone(), x, on_device(slots), 4), y, x, slots)
+    shifted = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view_as(x).copy_(x)
+    bed.check(op(y.clone(), shifted, on_device(slots), 4), y, x, slots)
+    wide = torch.zeros(4 * tokens, 100, dtype=dtype, device="cuda")
+    wide[:, 3:80] = y
+    got = op(wide[:, 3:80], x, on_device(slots), 4)
+    bed.check(got.contiguous(), y, x, slots)
+    assert wide[:, :3].eq(0).all() and wide[:, 80:].eq(0).all()
+
+
+@pytest.mark.parametrize(("act", "lora"), [(a, b) for a in DTYPES for b in DTYPES if a != b])
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_dtypes_may_differ(act: torch.dtype, lora: torch.dtype, tokens: int) -> None:
+    bed = Bed([[64], [16], [3]], 512, [256], lora, device="cuda")
+    slots = [0, 1, -1, 2]
+    y, x = bed.inputs(4 * tokens, act, device="cuda")
+    bed.check(make_op(bed)(y.clone(), x, on_device(slots), 4), y, x, slots)
+
+
+@pytest.mark.parametrize("widths", [[256, 64, 64], [320, 31], [5, 4, 3, 2]])
+@pytest.mark.parametrize("shared_a", [False, True])
+@pytest.mark.parametrize("tokens", [1, 65])
+def test_slices(widths: list[int], shared_a: bool, tokens: int) -> None:
+    one = [[16] * 4, [8, 0, 8, 8], [0] * 4]
+    ranks = one if shared_a else [[16, 0, 33, 1], [8, 1, 3, 0], [0] * 4]
+    bed = Bed([r[: len(widths)] for r in ranks], 512, widths, torch.bfloat16, shared_a=shared_a, device="cuda")
+    slots = [0, 1, 2, -1, 1]
+    y, x = bed.inputs(5 * tokens, torch.bfloat16, device="cuda")
+    op = make_op(bed, 64)
+    for _ in range(2):
+        bed.check(op(y.clone(), x, on_device(slots), 5), y, x, slots)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+def test_embedding(dtype: torch.dtype, tokens: int) -> None:
+    bed = Bed(RANKS, 1000, [520], dtype, embedding=True, device="cuda")
+    slots = [7, 0, -1, 3, 8]
+    y, ids = bed.inputs(5 * tokens, dtype, device="cuda")
+    op = make_op(bed)
+    for _ in range(2):
+        bed.check(op(y.clone(), ids, on_device(slots), 5), y, ids, slots)
+
+
+@pytest.mark.parametrize(("dtype", "embedding"), [*((d, False) for d in DTYPES), (torch.bfloat16, True)])
+@pytest.mark.parametrize("tokens", [1, 16, 100])
+def test_neighbours_change_no_bit(dtype: torch.dtype, tokens: int, embedding: bool) -> None:
+    bed = Bed(RANKS, 1040, [520], dtype, embedding=embedding, device="cuda")
+    op = make_op(bed)
+    rows = 9
+    y, x = bed.inputs(rows * tokens, dtype, device="cuda")
+    reference = op(y.clone(), x, on_device(list(range(rows))), rows).clone()
+    for seed in range(12):
+        slots = draw_slots(POPULARITY[seed % len(POPULARITY)], rows, len(RANKS), seed)
+        keep = seed % rows
+        slots[keep] = keep
+        y2, x2 = bed.inputs(rows * tokens, dtype, seed=seed + 5, device="cuda")
+        span = slice(keep * tokens, (keep + 1) * tokens)
+        y2[span], x2[span] = y[span], x[span]
+        assert same_bits(op(y2, x2, on_device(slots), rows)[span], reference[span])
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_poison_and_base_rows(tokens: int) -> None:
+    bed = Bed([[16], [3], [8]], 256, [128], torch.bfloat16, device="cuda")
+    y, x = bed.inputs(4 * tokens, torch.bfloat16, device="cuda")
+    y[3 * tokens, :3] = torch.tensor([-0.0, float("nan"), float("inf")])
+    op, row_slots = make_op(bed), on_device([0, 1, 2, -1])
+    clean = op(y.clone(), x, row_slots, 4)
+    bed.poison(1)
+    got = op(y.clone(), x, row_slots, 4)
+    keep = [i for i in range(4 * tokens) if i // tokens != 1]
+    assert got[tokens : 2 * tokens].isnan().all() and same_bits(got[keep], clean[keep])
+    assert same_bits(got[3 * tokens :], y[3 * tokens :])
+
+
+@pytest.mark.parametrize("tokens", [1, 32])
+def test_offsets_beyond_int32(tokens: int) -> None:
+    """A slot that starts after 2**31 elements (4.3 GB of bf16)."""
+    small = Bed([[16]], 256, [128], torch.bfloat16)
+    slot_elems = (1 << 31) + 4096
+    if torch.cuda.mem_get_info()[0] < 3 * slot_elems:
+        pytest.skip("needs 6 GB of free GPU memory")
+    storage = torch.zeros(2 * (slot_elems + small.slot_elems), dtype=torch.uint8, device="cuda")
+    data = storage.view(torch.bfloat16)
+    data[slot_elems : slot_elems + small.slot_elems] = small.data[: small.slot_elems].cuda()
+    meta = torch.zeros(2, small.meta.shape[1], dtype=torch.int64, device="cuda")
+    meta[1] = small.meta[0].cuda()
+    op = LinearOp(data, meta, slot_elems, 0, small.site, 256, (128,), 16, Workspace())
+    y, x = small.inputs(2 * tokens, torch.bfloat16, device="cuda")
+    got = op(y.clone(), x, on_device([1, -1]), 2)
+    small.check(got, y, x, [0, -1])
+
+
+def test_capture_and_replay_with_another_mix() -> None:
+    bed = Bed([[16], [5], [64]], 512, [256], torch.bfloat16, device="cuda")
+    y, x = bed.inputs(4, torch.bfloat16, device="cuda")
+    op, row_slots = make_op(bed), on_device([0, 1, 2, -1])
+    out = y.clone()
+    op(out, x, row_slots, 4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(y)
+        op(out, x, row_slots, 4)
+    for slots in ([0, 1, 2, -1], [2, 2, 2, 2], [-1, -1, 1, 0], [-1] * 4):
+        row_slots[:4] = torch.tensor(slots, dtype=torch.int32)
+        graph.replay()
+        bed.check(out, y, x, slots)
+    bed.meta[2, 3 * bed.site + 2] = 0  # slot 2 no longer trains the site
+    row_slots[:4] = torch.tensor([2, 0, 1, 2], dtype=torch.int32)
+    del bed.a[2, 0]
+    graph.replay()
+    bed.check(out, y, x, [2, 0, 1, 2])
+
+
+def test_a_graph_survives_a_larger_workspace() -> None:
+    bed = Bed([[16], [5]], 512, [256], torch.bfloat16, device="cuda")
+    y, x = bed.inputs(2, torch.bfloat16, device="cuda")
+    op, row_slots, out = make_op(bed), on_device([0, 1]), y.clone()
+    op(out, x, row_slots, 2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out.copy_(y)
+        op(out, x, row_slots, 2)
+    big_y, big_x = bed.inputs(4096, torch.bfloat16, device="cuda")
+    op(big_y, big_x, row_slots, 2)
+    junk = [torch.full((1 << 14,), float("nan"), device="cuda") for _ in range(64)]
+    graph.replay()
+    bed.check(out, y, x, [0, 1])
+    del junk
+
+
+def test_no_sync() -> None:
+    bed = Bed([[16]], 512, [256], torch.bfloat16, device="cuda")
+    y, x = bed.inputs(2, torch.bfloat16, device="cuda")
+    op, row_slots = make_op(bed), on_device([0, -1])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            op(y, x, row_slots, 2)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled(mode: str) -> None:
+    """One compilation serves every mix; under CUDA graphs too, and the arena is not copied there."""
+    bed = Bed([[16], [5], [64]], 512, [256], torch.bfloat16, device="cuda")
+    table = Bed([[8], [3], [0]], 100, [512], torch.bfloat16, embedding=True, device="cuda")
+    linear, embed = make_op(bed), make_op(table)
+    weight = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16) / 16
+    words = torch.randn(100, 512, device="cuda", dtype=torch.bfloat16)
+    row_slots = on_device([0, 1, 2, -1])
+    row_slots._dynamo_static_input_type = "unguarded"
+    count = 0
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        x = embed(torch.nn.functional.embedding(ids, words), ids, row_slots, 4)
+        return linear(torch.nn.functional.linear(x, weight), x, row_slots, 4)
+
+    def backend_count(graph: torch.fx.GraphModule, inputs: list) -> object:
+        nonlocal count
+        count += 1
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs)
+
+    torch._dynamo.reset()
+    if mode == "default":
+        compiled = torch.compile(forward, fullgraph=True, backend=backend_count)
+    else:
+        compiled = torch.compile(forward, fullgraph=True, mode=mode)
+    ids = torch.randint(100, (4, 3), device="cuda")
+    with torch.no_grad():
+        for slots in ([0, 1, 2, -1], [2, 2, 0, 0], [-1, 1, 1, 1], [0, 1, 2, 0]):
+            row_slots[:4] = torch.tensor(slots, dtype=torch.int32)
+            for _ in range(2):
+                got = compiled(ids).clone()
+            want = forward(ids)
+            error = (got.float() - want.float()).abs() / want.float().abs().clamp(min=1)
+            assert float(error.max()) <= 4 * TOLERANCE[torch.bfloat16]
+    assert count <= 1
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
+    torch._dynamo.reset()
+
+
+def test_gradients_take_the_plain_path() -> None:
+    bed = Bed([[4]], 16, [16], device="cuda")
+    y, x = bed.inputs(2, torch.float32, device="cuda")
+    x.requires_grad_()
+    weight = torch.randn(16, 16, device="cuda")
+    make_op(bed)(x @ weight, x, on_device([0, -1]), 2).sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all()
