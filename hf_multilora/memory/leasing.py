@@ -132,6 +132,7 @@ class LeasingStore(LoadingStore):
             plan = self._slots.plan(call.tags.values()) if self._line.may_go(call.ticket) else None
             if plan is not None:
                 self._fill(call, plan)
+                self._line.leave(call.ticket)  # at once: whoever holds slots and stands in line looks like a deadlock
                 return {key: plan[tag] for key, tag in call.tags.items()}
             if not block:
                 raise SlotError(f"No room now for {self._listed(call)}: the slots are in use by other calls.")

@@ -88,6 +88,16 @@ class AdapterStore(LeasingStore):
         return future
 
     def _prefetch(self, entries: Sequence[Entry], future: Future[list[str]]) -> None:
+        try:
+            names = self._make_resident(entries)
+        except Exception as error:  # the call that needs the adapter will meet it again, and raise it
+            logger.warning(f"Prefetch stopped: {error}")
+            future.set_exception(error)
+        else:
+            future.set_result(names)
+
+    def _make_resident(self, entries: Sequence[Entry]) -> list[str]:
+        """Bring in what fits, without holding it; return the names. The lock is not held."""
         grant = Grant()
         tags: list[Hashable] = []
         names: list[str] = []
@@ -105,14 +115,11 @@ class AdapterStore(LeasingStore):
                     self._touch(entry, plan[tag])
                     tags.append(tag)
                     names.append(entry.name)
-            future.set_result(names)
-        except Exception as error:  # the call that needs the adapter will meet it again, and raise it
-            logger.warning(f"Prefetch stopped: {error}")
-            future.set_exception(error)
         finally:
             with self._changing():
                 for entry in entries:
                     entry.holders.discard(grant)
+        return names
 
     def status(self) -> Status:
         """A snapshot of slots, adapters (in the order of registration) and counters."""

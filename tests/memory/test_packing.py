@@ -84,7 +84,9 @@ def test_block_holds_the_factors(ranks, dtype, stored, scaling):
 
 def test_float64_files_and_parameters_are_packed_too():
     f = factor("down", 0, 3, dtype=torch.float64)
-    trained = dataclasses.replace(f, a=Ref("a", torch.nn.Parameter(f.a.tensor)), b=Ref("b", f.b.tensor.requires_grad_()))
+    trained = dataclasses.replace(
+        f, a=Ref("a", torch.nn.Parameter(f.a.tensor)), b=Ref("b", f.b.tensor.requires_grad_())
+    )
     packed = pack([trained], LAYOUT, torch.bfloat16, pin=False)
     assert not packed.block.requires_grad
     assert torch.equal(packed.factors(4)[1], f.b.tensor.detach().float().t().bfloat16())
