@@ -232,6 +232,7 @@ def test_compiled(mode: str) -> None:
         return compile_fx(graph, inputs)
 
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     if mode == "default":
         compiled = torch.compile(forward, fullgraph=True, backend=backend_count)
     else:
