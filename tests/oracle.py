@@ -61,7 +61,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for path, parameter in model.named_parameters():
-            if "lora_" not in path:
+            if "lora_" not in path or "magnitude" in path:
                 continue
             noise = torch.randn(parameter.shape, generator=generator)
             if "lora_embedding_A" in path:

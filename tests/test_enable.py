@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, LogitsProcessor
 from transformers.pytorch_utils import Conv1D
 
 import hf_multilora
-from hf_multilora import MultiLoraConfig, disable_multilora, enable_multilora
+from hf_multilora import MultiLora, MultiLoraConfig, disable_multilora, enable_multilora
 from hf_multilora.errors import AdapterMatchError, ConfigError, ModelError, MultiLoraError, SlotError
 
 IDS: list[Id] = ["r8", None, "r3"]
@@ -299,11 +299,17 @@ def test_accelerate(hooks: Callable[[PreTrainedModel], None], order: str) -> Non
 
 
 def test_training_mode() -> None:
+    """With dropout and gradients on there is no serving: an error at enable, or at the first call with ids."""
     model = FAMILIES["llama"].build().train()
     with pytest.raises(ModelError, match="eval"):
         enable_multilora(model)
-    assert type(model) is LlamaForCausalLM
-    enable_multilora(model.eval())
+        model.load_adapter(adapters()["r8"], adapter_name="r8")
+        model(**prompts(3), adapter_ids="r8")
+    if isinstance(getattr(model, "multilora", None), MultiLora):
+        with pytest.raises(ModelError, match="eval"):
+            model.generate(**prompts(3), max_new_tokens=1, adapter_ids="r8")
+        model.eval()
+        assert relative_error(logits(model, adapter_ids="r8"), logits(alone("llama", "r8"))) <= 1e-5
 
 
 def test_training_mode_afterwards() -> None:
@@ -466,13 +472,37 @@ def test_estimate_before_and_after() -> None:
     assert model.multilora.estimate_memory()["slot"] == slot_bytes
 
 
-def test_positional_embeddings_are_refused(tmp_path: Path) -> None:
-    """A table of positions is read once for all rows; an adapter that trained it cannot be served, and says so."""
-    folder = make_adapter(FAMILIES["gpt2"].build(), tmp_path, 51, r=4, target_modules=["wpe", "attn.c_attn"])
+def test_positional_embeddings(tmp_path: Path) -> None:
+    """A table of positions is read once for all rows where nothing is padded: served per row, or refused by name."""
+    base = FAMILIES["gpt2"].build()
+    folder = make_adapter(base, tmp_path, 51, r=4, target_modules=["wpe", "attn.c_attn"])
     model = enabled("gpt2", ["r8", "r3"])
-    with pytest.raises(MultiLoraError, match="wpe"):
+    try:
         model.load_adapter(folder, adapter_name="positions")
+    except MultiLoraError as error:
+        assert "wpe" in str(error)
+        return
+    reference = load_peft(base, folder)
+    ids = ["positions", None, "r8"]
+    for inputs in (prompts(3), {"input_ids": prompts(3, side=None)["input_ids"]}):
+        with torch.no_grad():
+            got, want = model(**inputs, adapter_ids=ids).logits, reference(**inputs).logits
+            assert relative_error(got[0], want[0]) <= 1e-5
+            assert torch.equal(got[1], base(**inputs).logits[1])
+            assert relative_error(got[2], alone("gpt2", "r8")(**inputs).logits[2]) <= 1e-5
+        options = {"max_new_tokens": 3, "do_sample": False, "num_beams": 2}
+        got = model.generate(**inputs, **options, adapter_ids=ids)
+        assert torch.equal(got[0], reference.generate(**inputs, **options)[0])
     assert_right(model, "gpt2")
+
+
+def test_relative_positions_are_refused(tmp_path: Path) -> None:
+    """T5 looks its biases up by pairs of positions: no row of the batch is in sight, however the shapes fall."""
+    folder = make_adapter(FAMILIES["t5"].build(), tmp_path, 52, r=4, target_modules=["relative_attention_bias", "q"])
+    model = enabled("t5", ["r8", "r3"])
+    with pytest.raises(MultiLoraError, match="relative_attention_bias"):
+        model.load_adapter(folder, adapter_name="positions")
+    assert_right(model, "t5")
 
 
 def test_ready_hooks_of_users_stay() -> None:
@@ -506,6 +536,40 @@ def test_forward_that_was_replaced() -> None:
     disable_multilora(model)
     assert torch.equal(logits(model), want)
     assert "forward" in layer.__dict__
+
+
+def test_forward_called_by_name() -> None:
+    """model.forward(...) in place of model(...), and everything under inference_mode."""
+    model = enabled("llama", ["r8", "r3"])
+    with torch.inference_mode():
+        got = model.forward(**prompts(3), adapter_ids=IDS).logits
+        model.generate(**prompts(3), max_new_tokens=2, adapter_ids=IDS)
+    assert torch.equal(got, logits(model, adapter_ids=IDS))
+    assert_right(model)
+
+
+class Doubled(torch.nn.Linear):
+    """A layer class of a user's own, whose output is not what a plain linear layer would give."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+def test_a_subclass_of_linear() -> None:
+    """Found by type; the base's own forward runs, and as in PEFT the delta is added to what it returns."""
+    base = FAMILIES["llama"].build()
+    for layer in base.model.layers:
+        old = layer.mlp.down_proj
+        layer.mlp.down_proj = Doubled(old.in_features, old.out_features, bias=False)
+        layer.mlp.down_proj.load_state_dict(old.state_dict())
+    base.eval()
+    model = enable_multilora(copy.deepcopy(base), max_lora_rank=8)
+    model.load_adapter(adapters()["r8"], adapter_name="r8")
+    got = logits(model, adapter_ids=["r8", None, "r8"])
+    assert torch.equal(got[1], logits(base)[1])
+    assert relative_error(got[0], logits(load_peft(base, adapters()["r8"]))[0]) <= 1e-5
+    disable_multilora(model)
+    assert type(model.model.layers[0].mlp.down_proj) is Doubled
 
 
 def test_two_models_of_one_class() -> None:

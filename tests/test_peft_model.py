@@ -66,9 +66,11 @@ def test_more_adapters_can_be_loaded() -> None:
 
 
 def test_adapters_survive_eviction() -> None:
-    """They come from memory, so nothing could bring them back: they are not dropped from host memory."""
-    model = enable_multilora(peft_model("llama", "r8", "r16", "r1"), max_loras=1, max_cpu_loras=1)
-    for adapter in ("r8", "r16", "r1", "r8"):
+    """They come from memory, so nothing could bring them back: others are dropped from host memory, not they."""
+    model = enable_multilora(peft_model("llama", "r8", "r16"), max_loras=1, max_cpu_loras=3)
+    for name in ("r1", "r3", "r33"):
+        model.load_adapter(adapters()[name], adapter_name=name)
+    for adapter in ("r8", "r16", "r1", "r3", "r8", "r33", "r16"):
         assert relative_error(logits(model, adapter_ids=adapter), logits(alone("llama", adapter))) <= 1e-5
 
 
@@ -142,7 +144,7 @@ def test_training_is_refused() -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
         ({"use_dora": True}, "dora"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token"),
+        ({"trainable_token_indices": [1, 2]}, "trainable token"),
     ],
     ids=str,
 )
@@ -168,6 +170,14 @@ def test_disabled_adapters_of_peft() -> None:
     assert relative_error(logits(model, adapter_ids="r8"), logits(alone("llama", "r8"))) <= 1e-5
     disable_multilora(model)
     assert torch.equal(logits(theirs), logits(alone("llama", None)))
+
+
+def test_host_memory_that_cannot_hold_them() -> None:
+    theirs = peft_model("llama", "r8", "r16", "r1")
+    want = logits(theirs)
+    with pytest.raises(MultiLoraError, match="max_cpu_loras"):
+        enable_multilora(theirs, max_loras=1, max_cpu_loras=2)
+    assert torch.equal(logits(theirs), want)
 
 
 def test_unknown_names_still_raise() -> None:

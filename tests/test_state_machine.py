@@ -21,7 +21,6 @@ MIX_WEIGHTS = (0.6, -0.3)
 
 names = st.sampled_from(NAMES)
 sources = st.sampled_from(SOURCES)
-batches = st.lists(st.none() | names, min_size=ROWS, max_size=ROWS)
 
 
 @torch.no_grad()
@@ -47,6 +46,8 @@ class Adapters(RuleBasedStateMachine):
         self.generations: dict[str, int] = {}
         self.highest = -1
         self.pinned: set[str] = set()
+        for name, source in zip(NAMES[:-1], SOURCES, strict=False):
+            self.load(name, source, reload=False)
 
     def load(self, name: str, source: str, reload: bool) -> None:
         report = self.model.load_adapter(adapters()[source], adapter_name=name, reload=reload)
@@ -104,9 +105,17 @@ class Adapters(RuleBasedStateMachine):
     def prefetch(self, data: st.DataObject) -> None:
         self.model.multilora.prefetch([data.draw(st.sampled_from(sorted(self.loaded)))])
 
-    @rule(batch=batches)
-    def forward(self, batch: list[str | None]) -> None:
-        wanted = {name for name in batch if name is not None}
+    def batch(self, data: st.DataObject) -> tuple[list[str | None], set[str]]:
+        """Ids for every row, mostly names that are loaded, and the names among them."""
+        known = st.sampled_from([None, *sorted(self.loaded)])
+        drawn = data.draw(st.lists(known, min_size=ROWS, max_size=ROWS))
+        if data.draw(st.integers(0, 9)) == 0:
+            drawn[0] = data.draw(names)
+        return drawn, {name for name in drawn if name is not None}
+
+    @rule(data=st.data())
+    def forward(self, data: st.DataObject) -> None:
+        batch, wanted = self.batch(data)
         try:
             with torch.no_grad():
                 got = self.model(**prompts(ROWS), adapter_ids=batch).logits
@@ -123,10 +132,10 @@ class Adapters(RuleBasedStateMachine):
     def fits(self, wanted: set[str]) -> bool:
         return len(wanted | self.pinned) <= SLOTS
 
-    @rule(batch=batches)
-    def generate(self, batch: list[str | None]) -> None:
+    @rule(data=st.data())
+    def generate(self, data: st.DataObject) -> None:
         """Waves: only names that are unknown, or pins on every slot, can be in the way."""
-        wanted = {name for name in batch if name is not None}
+        batch, wanted = self.batch(data)
         try:
             got = self.model.generate(**prompts(ROWS), max_new_tokens=1, do_sample=False, adapter_ids=batch)[:, -1]
         except AdapterNotFoundError:
@@ -138,9 +147,11 @@ class Adapters(RuleBasedStateMachine):
             for row, name in enumerate(batch):
                 assert got[row] == answer(name and self.loaded[name], row)[-1].argmax(), (row, name)
 
-    @rule(first=names, second=names, base=st.booleans())
-    def mix(self, first: str, second: str, base: bool) -> None:
+    @precondition(lambda self: self.loaded)
+    @rule(data=st.data(), second=names, base=st.booleans())
+    def mix(self, data: st.DataObject, second: str, base: bool) -> None:
         """A composed slot, made of whatever its parts are now."""
+        first = data.draw(st.sampled_from(sorted(self.loaded)))
         parts = {first: MIX_WEIGHTS[0], second: MIX_WEIGHTS[1]}
         ids: list[Id] = [parts, None, parts, None if base else parts]
         try:
@@ -190,4 +201,4 @@ def mix_answer(weights: tuple[tuple[str, float], ...]) -> torch.Tensor:
 _mixes: dict[tuple[tuple[str, float], ...], torch.Tensor] = {}
 
 TestAdapters = Adapters.TestCase
-TestAdapters.settings = settings(max_examples=25, stateful_step_count=30, deadline=None, derandomize=True)
+TestAdapters.settings = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True)

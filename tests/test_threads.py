@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,8 @@ from models import prompts
 from oracle import MIX, Id, adapters, alone, rows_of
 from transformers import LogitsProcessor, PreTrainedModel
 
-from hf_multilora.errors import SlotError
+from hf_multilora import disable_multilora
+from hf_multilora.errors import ModelError, MultiLoraError, SlotError
 
 THREADS = 8
 TIMEOUT = 120
@@ -275,3 +277,75 @@ def test_beams_and_forwards_in_threads() -> None:
                 torch.testing.assert_close(got, logits[number - 4], rtol=1e-4, atol=1e-5)
 
     together([lambda number=number: work(number) for number in range(THREADS)])
+
+
+@pytest.mark.timeout(TIMEOUT)
+def test_deepcopy_meanwhile() -> None:
+    """A copy is made while others generate: neither they nor the copy answer as the base for a moment."""
+    model = enabled("llama", ["r8", "r3", "r64"], max_loras=3)
+    want = expected_of("r8")
+    done = threading.Event()
+
+    def work() -> None:
+        try:
+            for _ in range(12):
+                assert torch.equal(model.generate(**prompts(2), **GREEDY, adapter_ids="r8"), want)
+                with torch.no_grad():
+                    assert not torch.equal(model(**prompts(2), adapter_ids="r8").logits, base)
+        finally:
+            done.set()
+
+    def duplicate() -> None:
+        while not done.is_set():
+            twin = copy.deepcopy(model)
+            assert torch.equal(twin.generate(**prompts(2), **GREEDY, adapter_ids="r8"), want)
+
+    with torch.no_grad():
+        base = alone("llama", None)(**prompts(2)).logits
+    together([work, work, work, duplicate])
+
+
+def expected_of(adapter: Id) -> torch.Tensor:
+    return alone("llama", adapter).generate(**prompts(2), **GREEDY)
+
+
+@pytest.mark.timeout(TIMEOUT)
+def test_a_cast_meanwhile() -> None:
+    """model.to() beside a running generate(): it waits or raises; it neither hangs nor changes rows in flight."""
+    model = enabled("llama", ["r8"])
+    gate = Gate()
+    errors: list[MultiLoraError] = []
+
+    def cast() -> None:
+        try:
+            model.to(torch.bfloat16)
+        except MultiLoraError as error:
+            errors.append(error)
+
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(lambda: model.generate(**prompts(2), **GREEDY, logits_processor=[gate], adapter_ids="r8"))
+        assert gate.reached.wait(TIMEOUT)
+        caster = threading.Thread(target=cast, daemon=True)
+        caster.start()
+        caster.join(0.3)
+        gate.go.set()
+        got = future.result(20)
+        caster.join(20)
+        assert not caster.is_alive()
+    assert torch.equal(got, expected_of("r8"))
+    dtype = torch.float32 if errors else torch.bfloat16
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    assert model(**prompts(2), adapter_ids="r8").logits.dtype == dtype
+
+
+@pytest.mark.timeout(TIMEOUT)
+def test_disable_meanwhile() -> None:
+    """The model is in use: an error that says so, and everything goes on."""
+    model = enabled("llama", ["r8"])
+
+    def disable() -> None:
+        with pytest.raises(ModelError):
+            disable_multilora(model)
+
+    assert torch.equal(in_flight(model, disable), expected_of("r8"))
+    disable_multilora(model)

@@ -163,6 +163,23 @@ def test_positional_prompt_and_no_mask(narrow: PreTrainedModel) -> None:
     assert torch.equal(got, rows_of("llama", IDS, lambda ref: ref.generate(ids, **GREEDY)))
 
 
+def test_what_counts_rows_sees_the_callers_rows(narrow: PreTrainedModel) -> None:
+    """prefix_allowed_tokens_fn is told the prompt's number: its number in the whole batch, or an error."""
+    inputs = prompts(len(IDS), seed=40)
+
+    def allowed(row: int, tokens: torch.Tensor) -> list[int]:
+        return list(range(10 * row + 1, 10 * row + 8))
+
+    options = {**GREEDY, "prefix_allowed_tokens_fn": allowed}
+    want = rows_of("llama", IDS, lambda ref: ref.generate(**inputs, **options))
+    try:
+        got = narrow.generate(**inputs, **options, adapter_ids=IDS)
+    except SlotError as error:
+        assert "max_loras" in str(error)
+    else:
+        assert torch.equal(got, want)
+
+
 class Silent(BaseStreamer):
     def __init__(self) -> None:
         self.calls = 0

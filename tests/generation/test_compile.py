@@ -90,7 +90,7 @@ def test_compiled_call() -> None:
 def test_loads_and_reloads_compile_nothing_new() -> None:
     model, backend = enabled("llama", ["r8", "r3", "r64"]), Backend()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    with model.multilora.use("r8"):
+    with model.multilora.use(["r8", None, "r3"]):
         call(compiled)
     before = backend.graphs
     for name in ("r16", "r33", "r1"):
