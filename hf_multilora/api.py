@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, cl
 from .generation.calls import Calls
 from .generation.ids import BASE, names_of
 from .generation.mixin import MultiLoraMixin, swap_class
-from .inject import Survey, guard_forward, placement, survey, swap_in, swap_out
+from .inject import InstanceGuard, Survey, placement, survey, swap_in, swap_out
 from .kernels.ops import EmbeddingOp, LinearOp, Workspace
 from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
@@ -123,7 +123,7 @@ class MultiLora:
         model.__dict__.pop("_compiled_call", None)
         self._wrappers = swap_in(self._survey.found, self._routing)
         self._bind()
-        self._unguard = guard_forward(model)
+        self._guard = InstanceGuard(model)
         self._old_class = swap_class(model)
         model.__dict__["multilora"] = self
 
@@ -180,8 +180,7 @@ class MultiLora:
         if not isinstance(name, str) or not name or name == BASE:
             raise ConfigError(f"{name!r} cannot name an adapter: expected a non-empty string other than {BASE!r}.")
         read = functools.partial(
-            self._read,
-            dict(source) if in_memory else source,  # type: ignore[arg-type]
+            self._read_once([dict(source)]) if in_memory else functools.partial(self._read, source),  # type: ignore[arg-type]
             max_lora_rank=self.config.max_lora_rank,
             config=config,
             revision=revision,
@@ -192,6 +191,18 @@ class MultiLora:
             local_files_only=local_files_only,
         )
         return self.store.register(name, read, reload=reload, evictable=not in_memory).report()
+
+    def _read_once(self, box: list[dict[str, torch.Tensor]]) -> Callable[..., Loaded]:
+        """A loader of tensors in memory that lets go of them: the packed block is what stays."""
+
+        def read(**options: Any) -> Loaded:
+            if not box:
+                raise ModelError("This adapter was given as tensors, which are gone: pass them again to reload it.")
+            loaded = self._read(box[0], **options)
+            box.clear()
+            return loaded
+
+        return read
 
     def load_many(self, sources: Mapping[str, Any], **options: Any) -> dict[str, LoadReport]:
         """Register several adapters, `{name: source}`, with a progress bar (transformers' switches hide it)."""
@@ -309,41 +320,29 @@ class MultiLora:
     def copy_model(self, memo: dict[int, Any]) -> Any:
         """A deep copy of the model, enabled, with slots of its own and the same adapters registered."""
         with self.calls.lock:
-            model = self._model
-            self._take_off()
-            try:
-                twin = copy.deepcopy(model, memo)
-            finally:
-                self._put_on()
+            twin = self._old_class.__new__(self._old_class)
+            memo[id(self._model)] = twin
+            hidden = self._guard.hidden
+            for key, value in self._model.__dict__.items():
+                if key not in ("multilora", "_compiled_call"):
+                    twin.__dict__[key] = copy.deepcopy(hidden.get(key, value), memo)
             handle = MultiLora(twin, self.config, None, copy.deepcopy(self.store))
             handle.calls.default = self.calls.default
             return twin
 
     def detach(self) -> None:
         """Undo everything (see `disable_multilora`)."""
-        with self.calls.lock:
-            if self.calls.current() is not None:
-                raise ModelError("disable_multilora was called from inside of a call. Let the call end first.")
-            busy = [adapter.name for adapter in self.status().adapters if adapter.in_use]
-            if busy:
-                raise ModelError(f"Calls in flight still use {', '.join(busy)}. Let them end before disabling.")
-            self._take_off()
+        busy = [adapter.name for adapter in self.status().adapters if adapter.in_use]
+        if busy:
+            raise ModelError(f"Calls in flight still use {', '.join(busy)}. Let them end before disabling.")
+        with self.calls.stopped("disabled"):
+            swap_out(self._survey.found, self._wrappers)
+            self._guard.undo()
+            self._model.__class__ = self._old_class
+            del self._model.__dict__["multilora"]
+            self._model.__dict__.pop("_compiled_call", None)
             if self._takeover is not None:
                 self._takeover.give_back()
-
-    def _take_off(self) -> None:
-        swap_out(self._survey.found, self._wrappers)
-        self._unguard()
-        self._model.__class__ = self._old_class
-        del self._model.__dict__["multilora"]
-        self._model.__dict__.pop("_compiled_call", None)
-
-    def _put_on(self) -> None:
-        self._wrappers = swap_in(self._survey.found, self._routing)
-        self._bind()
-        self._unguard = guard_forward(self._model)
-        swap_class(self._model)
-        self._model.__dict__["multilora"] = self
 
     def __repr__(self) -> str:
         return f"MultiLora({self.status()!s})"
@@ -374,6 +373,8 @@ def _check_model(model: Any) -> None:
         if hasattr(model, "_orig_mod"):
             hint = " Enable the model first, then compile it: torch.compile(enable_multilora(model))."
         raise ModelError(f"Expected a transformers PreTrainedModel or a PeftModel, got {type(model).__name__}.{hint}")
+    if model.training:
+        raise ModelError("The model is in training mode; adapters are served for inference. Call model.eval() first.")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError(
             "The model carries adapters that transformers injected (model.load_adapter). Enable a model without them, "

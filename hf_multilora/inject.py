@@ -168,36 +168,38 @@ def _indexed(device: torch.device) -> torch.device:
     return device
 
 
-def guard_forward(model: PreTrainedModel) -> Callable[[], None]:
-    """Let ids reach a forward or generate on the instance itself (accelerate puts one there), which hides the class's.
+class InstanceGuard:
+    """Lets ids reach a forward or generate on the instance (accelerate puts one there), which hides the class's.
 
-    Returns a function that undoes it.
+    Attributes:
+        hidden: what lay on the instance, by name.
     """
-    previous: dict[str, Any] = {}
 
-    def guarded(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self.hidden: dict[str, Any] = {
+            name: model.__dict__[name] for name in ("forward", "generate") if name in model.__dict__
+        }
+        self._guards = {name: self._guarded(inner) for name, inner in self.hidden.items()}
+        model.__dict__.update(self._guards)
+
+    def _guarded(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
             ids = kwargs.pop("adapter_ids", None)
             names = kwargs.pop("adapter_names", None)
             if ids is None and names is None:
                 return inner(*args, **kwargs)
-            with model.__dict__["multilora"].use(ids if ids is not None else names):
+            with self._model.__dict__["multilora"].use(ids if ids is not None else names):
                 return inner(*args, **kwargs)
 
         return call
 
-    for name in ("forward", "generate"):
-        if name in model.__dict__:
-            previous[name] = model.__dict__[name]
-            model.__dict__[name] = guarded(name, previous[name])
-
-    def undo() -> None:
-        for name, inner in previous.items():
-            if getattr(model.__dict__.get(name), "__wrapped__", None) is inner:
-                model.__dict__[name] = inner
-
-    return undo
+    def undo(self) -> None:
+        """Put back what lay there, unless somebody has replaced it since."""
+        for name, guard in self._guards.items():
+            if self._model.__dict__.get(name) is guard:
+                self._model.__dict__[name] = self.hidden[name]
 
 
 def selected(path: str, target_modules: Sequence[str] | str | None) -> bool:

@@ -87,10 +87,9 @@ class Routing:
 
     def __init__(self, device: torch.device, capacity: int = 1024) -> None:
         self.state: RowState | Unrouted | None = None
-        # Compiled forwards guard on these two. A uniform state serves any batch, so that it leaves `rows` as it was:
-        # a graph that was made for a list of ids then also serves one id for all rows.
         self.rows = 1
         self.uniform = False
+        self.seen = 0  # rows of the last compiled forward
         self._allocate(device, capacity)
 
     def _allocate(self, device: torch.device, capacity: int) -> None:
@@ -107,27 +106,29 @@ class Routing:
         self.state = state
         if isinstance(state, RowState):
             self.uniform = state.uniform
-            if not state.uniform:
+            if not state.uniform:  # one id serves any batch; `rows` stays, for graphs that depend on it
                 self.rows = state.rows
         return previous
 
     def compiled_rows(self, shape: torch.Size, flat: bool, where: str) -> int:
-        """Rows that an input of this shape holds, for a compiled forward; its slots are the first ones of `static`.
+        """Rows that an input of this shape holds, for a compiled forward; their slots are the first ones of `static`.
+
+        A graph must not depend on how many ids there are, or on whether one id stands for all rows: it would be made
+        anew for each. So `[rows, ...]` is taken as it comes, and `seen` lets `use` compare afterwards.
 
         Raises:
-            RoutingError: as `RowState.for_shape`.
+            RoutingError: more rows than the buffer has, or a flattened batch that `rows` does not divide.
         """
         first = shape[0]
-        if flat and first != self.rows:
-            if first % self.rows == 0:
-                return self.rows
-            if self.uniform:
-                return 1
-        if first == self.rows or self.uniform:
-            return first
-        raise RoutingError(
-            f"{where}: an input of shape {tuple(shape)} cannot be mapped to the {self.rows} rows that adapter_ids names."
-        )
+        if not flat:
+            self.seen = first
+            if first <= self.static.numel():
+                return first
+        elif first % self.rows == 0:
+            return self.rows
+        elif self.uniform:
+            return 1
+        raise RoutingError(f"{where}: an input of shape {tuple(shape)} cannot be mapped to the rows of adapter_ids.")
 
     def fill_static(self) -> None:
         """Bring the buffer that compiled forwards read up to date; to be called outside of the graph."""

@@ -75,13 +75,53 @@ class Call:
         """Raises: RoutingError where a batch of `rows` rows is not what the ids are for."""
         if rows is not None and not self.uniform and rows != len(self._tags):
             raise RoutingError(
-                f"The batch has {rows} rows, but adapter_ids names {len(self._tags)}. Pass one id per row, or one id (a "
-                "string) for all rows."
+                f"The batch has {rows} rows, but adapter_ids names {len(self._tags)}. Pass one id per row, or one "
+                "(a string) for all rows."
             )
 
     def tags(self, rows: int | None) -> tuple[Hashable | None, ...]:
         """Who writes each row of a cache."""
         return self._tags[:1] * rows if self.uniform and rows is not None else self._tags
+
+
+class _Gate:
+    """Calls go in and out; whoever changes the model as a whole closes it, and waits until none is inside."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._closed = False
+
+    @contextmanager
+    def through(self, nested: bool) -> Iterator[None]:
+        with self._changed:
+            # A call within a call must go on, or the outer one would never come out.
+            self._changed.wait_for(lambda: nested or not self._closed)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closed)
+            self._closed = True
+            try:
+                self._changed.wait_for(lambda: self._inside == 0)
+            except BaseException:
+                self._closed = False
+                self._changed.notify_all()
+                raise
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._closed = False
+                self._changed.notify_all()
 
 
 class Calls:
@@ -104,6 +144,7 @@ class Calls:
         self._training = training
         self._default: Key | None = None
         self._current: ContextVar[Call | None] = ContextVar("hf_multilora_call", default=None)
+        self._gate = _Gate()
         self._runner: int | None = None  # the thread inside a forward; written under the lock
         self._users: set[int] = set()  # threads inside a `use` block, which hold the lock
         self._stream: torch.cuda.Stream | None = None
@@ -126,6 +167,12 @@ class Calls:
     def distinct(self, keys: Sequence[Key | None]) -> list[Key]:
         return list(dict.fromkeys(key for key in keys if key is not None))
 
+    def ensure(self, keys: Sequence[Key]) -> None:
+        """Load on demand what these keys name, or raise."""
+        for key in keys:
+            for name in names_of(key):
+                self._ensure(name)
+
     @contextmanager
     def open(self, ids: Any, rows: int | None) -> Iterator[Call]:
         """Begin a call: check the ids, load what is missing, take the slots; give them back at the end.
@@ -135,22 +182,33 @@ class Calls:
         """
         keys, uniform = to_keys(ids, rows)
         distinct = self.distinct(keys)
-        for key in distinct:
-            for name in names_of(key):
-                self._ensure(name)
-        # Whoever holds slots, or the lock, must not wait for more of them: the holder of those may be waiting for us.
-        nested = self._current.get() is not None or threading.get_ident() in self._users
-        lease = self.store.acquire(distinct, block=not nested) if distinct else None
-        try:
-            call = self._call(lease, keys, uniform)
-            token = self._current.set(call)
+        self.ensure(distinct)
+        # Whoever holds the model's lock must not wait for slots: those who have them may be waiting for the lock.
+        block = threading.get_ident() not in self._users
+        with self._gate.through(nested=self._current.get() is not None):
+            lease = self.store.acquire(distinct, block=block) if distinct else None
             try:
-                yield call
+                call = self._call(lease, keys, uniform)
+                token = self._current.set(call)
+                try:
+                    yield call
+                finally:
+                    self._current.reset(token)
             finally:
-                self._current.reset(token)
-        finally:
-            if lease is not None:
-                self.store.release(lease)
+                if lease is not None:
+                    self.store.release(lease)
+
+    @contextmanager
+    def stopped(self, what: str) -> Iterator[None]:
+        """No call is running and none begins: for changes of the model as a whole.
+
+        Raises:
+            ModelError: this thread's own call is running, which would be waited for in vain.
+        """
+        if self._current.get() is not None:
+            raise ModelError(f"The model cannot be {what} from inside of one of its calls. Let the call end first.")
+        with self._gate.closed(), self.lock:
+            yield
 
     def _call(self, lease: Lease | None, keys: list[Key | None], uniform: bool) -> Call:
         if lease is None:
@@ -173,17 +231,26 @@ class Calls:
 
     @contextmanager
     def use(self, ids: Any) -> Iterator[None]:
-        """Ids for code that cannot pass them; holds the model's lock, so that other threads wait."""
+        """Ids for code that cannot pass them; holds the model's lock, so that other threads wait.
+
+        Raises:
+            RoutingError: at the end, where a compiled forward ran another number of rows than there are ids. (Others
+                raise at once.)
+        """
         with self.open(ids, None) as call, self.lock:
             me = threading.get_ident()
             outermost = me not in self._users
             self._users.add(me)
+            self.routing.seen = 0
             try:
                 with self._published(call, running=False):
                     yield
             finally:
                 if outermost:
                     self._users.discard(me)
+            seen = int(self.routing.seen)
+            if call.state is not None and seen:
+                call.check_rows(seen)
 
     def forward(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], ids: Any = None) -> Any:
         """Run one forward of the model on the rows of its call."""

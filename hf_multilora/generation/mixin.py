@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,7 +76,7 @@ class MultiLoraMixin(AdapterWords):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with self.multilora.calls.lock:
+        with self.multilora.calls.stopped("moved or cast"):
             result = super()._apply(fn, recurse)  # type: ignore[misc]
             self.multilora.follow_model()
         return result
@@ -143,24 +145,30 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         ids = calls.default
     if ids is None:
         return fn(*args, **kwargs)
+    if len(args) > 1:  # what decides about waves is looked up by name
+        names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        kwargs = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
+        args = args[:1]
     rows = batch_rows(args, kwargs)
     if rows is None:
         rows = 1 if isinstance(ids, (str, dict, tuple)) else len(ids)
     keys, _ = to_keys(ids, rows)
     if kwargs.get("cache_implementation") == "paged" and any(key is not None for key in keys):
         raise RoutingError('cache_implementation="paged" does not carry adapter ids in this version.')
-    slots = model.multilora.config.max_loras
-    count = len(calls.distinct(keys))
-    if count <= slots:
+    distinct = calls.distinct(keys)
+    pinned = {name for name, adapter in model.multilora.adapters.items() if adapter.pinned}
+    slots = model.multilora.config.max_loras - len(pinned)
+    if sum(key not in pinned for key in distinct) <= slots:
         with calls.open(ids, rows):
             return fn(*args, **kwargs)
-    refuse_waves(count, slots, kwargs, model.generation_config)
+    refuse_waves(len(distinct), slots, kwargs, model.generation_config)
+    calls.ensure(distinct)  # an unknown name must not come up when half of the batch is done
 
     def one_wave(part: list[int], part_args: tuple[Any, ...], part_kwargs: dict[str, Any]) -> torch.Tensor:
         with calls.open([ids[row] for row in part], len(part)):
             return fn(*part_args, **part_kwargs)
 
-    return run_waves(one_wave, plan_waves(keys, slots), rows, args, kwargs, _pad(model, kwargs))
+    return run_waves(one_wave, plan_waves(keys, slots, pinned), rows, args, kwargs, _pad(model, kwargs))
 
 
 def _with_assistant(model: Any, fn: Any, args: Any, kwargs: dict[str, Any], ids: Any, assistant_ids: Any) -> Any:
@@ -187,26 +195,44 @@ def _pad(model: Any, kwargs: dict[str, Any]) -> int:
 def swap_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """Give `model` a class with the mixin in front, under the old name; returns the old class."""
     old = type(model)
-    model.__class__ = _enabled_class(old)
+    model.__class__ = _enabled_class(old)  # type: ignore[arg-type]
     return old
 
 
 @functools.cache
 def _enabled_class(old: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    mixin = MultiLoraGenerationMixin if hasattr(old, "generate") else MultiLoraMixin
+    generates = hasattr(old, "generate")
+    mixin = MultiLoraGenerationMixin if generates else MultiLoraMixin
 
     # transformers reads the signature of forward to see what a model takes; wraps keeps it as it was.
     @functools.wraps(old.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        # accelerate may hold on to this method beyond disable_multilora.
+        if torch.compiler.is_compiling() or "multilora" not in self.__dict__:
             return old.forward(self, *args, **kwargs)
         ids = one_of(kwargs.pop("adapter_ids", None), kwargs.pop("adapter_names", None))
         return self.multilora.calls.forward(functools.partial(old.forward, self), args, kwargs, ids)
 
-    names = {
+    names: dict[str, Any] = {
         "__module__": old.__module__,
         "__qualname__": old.__qualname__,
         "__doc__": old.__doc__,
         "forward": forward,
     }
+    if generates:
+
+        @functools.wraps(MultiLoraGenerationMixin.generate)
+        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return MultiLoraGenerationMixin.generate(self, *args, **kwargs)
+
+        generate.__signature__ = _both_signatures(old.generate, MultiLoraGenerationMixin.generate)  # type: ignore
+        names["generate"] = generate
     return type(old.__name__, (mixin, old), names)
+
+
+def _both_signatures(old: Callable[..., Any], new: Callable[..., Any]) -> inspect.Signature:
+    """The old parameters, then the new one's keywords."""
+    parameters = list(inspect.signature(old).parameters.values())
+    keywords = [p for p in inspect.signature(new).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    end = next((i for i, p in enumerate(parameters) if p.kind is p.VAR_KEYWORD), len(parameters))
+    return inspect.Signature(parameters[:end] + keywords + parameters[end:])

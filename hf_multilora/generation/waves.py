@@ -6,7 +6,7 @@ back in the caller's order, padded to one length.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -22,19 +22,20 @@ _BY_ROW = {
 }  # fmt: skip
 
 
-def plan_waves(keys: Sequence[Key | None], slots: int) -> list[list[int]]:
-    """Row numbers of each wave: adapters in the order of their first row, `slots` of them a wave; base rows first.
+def plan_waves(keys: Sequence[Key | None], slots: int, resident: Collection[str] = ()) -> list[list[int]]:
+    """Row numbers of each wave: adapters in the order of their first row, `slots` of them a wave.
+
+    Rows of the base and of `resident` adapters (pinned: they have their slots already) go with the first wave.
 
     Example:
         >>> plan_waves(["a", None, "b", "c", "a"], 2)
         [[0, 1, 2, 4], [3]]
     """
-    order = list(dict.fromkeys(key for key in keys if key is not None))
-    wave_of: dict[Key | None, int] = {key: i // slots for i, key in enumerate(order)}
-    wave_of[None] = 0
-    waves: list[list[int]] = [[] for _ in range(max(wave_of.values()) + 1)]
+    order = list(dict.fromkeys(key for key in keys if key is not None and key not in resident))
+    wave_of: dict[Key | None, int] = {key: i // max(slots, 1) for i, key in enumerate(order)}
+    waves: list[list[int]] = [[] for _ in range(max(wave_of.values(), default=0) + 1)]
     for row, key in enumerate(keys):
-        waves[wave_of[key]].append(row)
+        waves[wave_of.get(key, 0)].append(row)
     return waves
 
 
@@ -53,19 +54,21 @@ def refuse_waves(count: int, slots: int, kwargs: dict[str, Any], config: Any) ->
         if isinstance(value, torch.Tensor) and value.dim() and name not in _BY_ROW
     ]
     reasons = {
+        "every slot is pinned": slots == 0,
         "a KV cache was passed in": any(
             kwargs.get(n) is not None for n in ("cache", "past_key_values", "cache_params")
         ),
         "a streamer wants its tokens in step": kwargs.get("streamer") is not None,
         "return_dict_in_generate asks for scores and caches of one batch": bool(returns_dict),
+        "prefix_allowed_tokens_fn is told row numbers": kwargs.get("prefix_allowed_tokens_fn") is not None,
         "encoder_outputs were passed in": kwargs.get("encoder_outputs") is not None,
         f"{', '.join(foreign)} cannot be split by rows": bool(foreign),
     }
     for reason, applies in reasons.items():
         if applies:
             raise SlotError(
-                f"The batch names {count} adapters, there are {slots} slots, and it cannot run in waves: {reason}. "
-                f"Enable the model with max_loras={count} or more, or name fewer adapters in one batch."
+                f"The batch names {count} adapters, {slots} slots are free for them, and it cannot run in waves: "
+                f"{reason}. Enable the model with max_loras={count} or more, or name fewer adapters in one batch."
             )
 
 

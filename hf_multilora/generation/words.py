@@ -70,9 +70,8 @@ class AdapterWords:
             "adapter_ids, or make it the default with set_adapter."
         )
         options = {name: value for name, value in options.items() if name in known and value is not None}
-        return self.multilora.load(
-            source, adapter_name or "default", config=peft_config, local_files_only=local_files_only, **options
-        )
+        name = "default" if adapter_name is None else adapter_name
+        return self.multilora.load(source, name, config=peft_config, local_files_only=local_files_only, **options)
 
     def set_adapter(self, adapter_name: str) -> None:
         """Make an adapter the default of calls that name none.

@@ -66,12 +66,14 @@ class LoraLayer(nn.Module):
         """Connect the wrapper with its sites and the op that adds their deltas."""
         self.__dict__.update(_sites=sites, _op=op)
 
+    def _shared(self) -> dict[str, Any]:
+        """The instance dictionary without what is the wrapper's own, or accelerate's."""
+        return {key: value for key, value in self.__dict__.items() if key not in _HOOKED and key not in _OWN}
+
     def unwrap(self) -> nn.Module:
         """The base layer, brought up to date with what was set on the wrapper since (train() and the like)."""
         base = self.base_layer
-        for key, value in self.__dict__.items():
-            if key not in _HOOKED and key not in _OWN:
-                base.__dict__[key] = value
+        base.__dict__.update(self._shared())
         if "_hf_hook" in self.__dict__:
             from accelerate.hooks import add_hook_to_module
 
@@ -79,8 +81,18 @@ class LoraLayer(nn.Module):
         return base
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A copy of a part of a model has no slots: it is a copy of the base layer. (A whole model copies its own.)"""
-        return copy.deepcopy(self.base_layer, memo)
+        """A copy of the base layer: a part of a model has no slots, and a whole model enables its copy itself."""
+        base = self.base_layer
+        twin = type(base).__new__(type(base))
+        memo[id(self)] = memo[id(base)] = twin
+        hooked = {key: value for key, value in base.__dict__.items() if key in _HOOKED}
+        for key, value in {**self._shared(), **hooked}.items():
+            twin.__dict__[key] = copy.deepcopy(value, memo)
+        if "_hf_hook" in self.__dict__:
+            from accelerate.hooks import add_hook_to_module
+
+            add_hook_to_module(twin, copy.deepcopy(self.__dict__["_hf_hook"], memo))
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.base_layer.__reduce_ex__(protocol)

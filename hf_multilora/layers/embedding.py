@@ -48,11 +48,10 @@ class LoraEmbedding(LoraLayer):
             raise state.error(self._path)
         if not torch.compiler.is_compiling() and self._sites.isdisjoint(state.touched):
             return y
-        if not routing.uniform:
-            if ids.dim() != 2:
+        if ids.dim() != 2:
+            if not routing.uniform:
                 raise RoutingError(f"{self._path}: ids of shape {tuple(ids.shape)} cannot be mapped to rows.")
-            rows = routing.rows
-            if ids.shape[0] == 1 and rows > 1:
-                ids = ids.expand(rows, -1).contiguous()
-                y = y.expand(rows, -1, -1).contiguous()
+        elif ids.shape[0] == 1 and not routing.uniform:
+            ids = ids.expand(routing.rows, -1).contiguous()
+            y = y.expand(routing.rows, -1, -1).contiguous()
         return self._delta(y, ids, False)

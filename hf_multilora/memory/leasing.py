@@ -135,7 +135,10 @@ class LeasingStore(LoadingStore):
                 self._line.leave(call.ticket)  # at once: whoever holds slots and stands in line looks like a deadlock
                 return {key: plan[tag] for key, tag in call.tags.items()}
             if not block:
-                raise SlotError(f"No room now for {self._listed(call)}: the slots are in use by other calls.")
+                raise SlotError(
+                    f"No room now for {self._listed(call)}: the {self.config.max_loras} slots are in use by calls that "
+                    "cannot be waited for here. Raise max_loras, or name fewer adapters at once."
+                )
             if self._line.hopeless(call.ticket):
                 raise SlotError(
                     f"No slots for {self._listed(call)}: those of this model's {self.config.max_loras} that are not "
