@@ -1,7 +1,9 @@
 """A CPU: the demo's model in fp32, 16 rows, 16 adapters; the step over the base's, and PEFT's mixed batch beside it.
 
 The adapters are random, of rank 8 on q and v like the demo's pirate. Times on a CPU do not repeat; ratios within one
-process do, roughly. Nothing else should run meanwhile.
+process do, roughly. Nothing else should run meanwhile: two processes of two threads on two cores crawl.
+Prompts are short, since only decode steps are timed: a case's time is the median step of one generate(), the figure is
+the median over alternated repetitions.
 
     python benchmarks/bench_cpu.py --model FOLDER
 """
@@ -9,6 +11,7 @@ process do, roughly. Nothing else should run meanwhile.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -18,7 +21,18 @@ from typing import Any
 
 import torch
 from common import Results, alternate, median_ratio, milliseconds
-from workload import adapter_config, build_model, linear_shapes, prompts, random_adapter, save_adapter, scratch, twin
+from transformers import LogitsProcessor, LogitsProcessorList
+from workload import (
+    adapter_config,
+    build_model,
+    linear_shapes,
+    nbytes,
+    prompts,
+    random_adapter,
+    save_adapter,
+    scratch,
+    twin,
+)
 
 from hf_multilora import enable_multilora
 
@@ -54,11 +68,32 @@ def load_peft(base: Any, folders: dict[str, Path]) -> Any:
     return model.eval()
 
 
+class StepClock(LogitsProcessor):
+    """Notes when each token's logits are there: the first after the prompt, every other one a decode step later."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.times.append(time.perf_counter())
+        return scores
+
+
+def step_ms(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int, **ids: Any) -> float:
+    """Median time of one decode step within one generate()."""
+    clock = StepClock()
+    model.generate(
+        **inputs, max_new_tokens=new_tokens, do_sample=False, logits_processor=LogitsProcessorList([clock]), **ids
+    )
+    return statistics.median(b - a for a, b in itertools.pairwise(clock.times)) * 1e3
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help='a transformers folder, "demo" (default) or "tiny"')
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--new-tokens", type=int, default=9)
+    parser.add_argument("--prompt-tokens", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=13)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--budget-s", type=float, default=200)
@@ -87,17 +122,11 @@ def main() -> int:
             start = time.perf_counter()
             peft = load_peft(peft_base, folders)
             peft_load_ms = (time.perf_counter() - start) * 1e3 / args.rows
-    inputs = prompts(bare, args.rows, 32)
+    print("loaded", flush=True)
+    inputs = prompts(bare, args.rows, args.prompt_tokens)
 
     def case(model: Any, **kwargs: Any) -> Callable[[], float]:
-        def run(new: int) -> None:
-            model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False, **kwargs)
-
-        def measure() -> float:
-            many = milliseconds(lambda: run(args.new_tokens), "cpu")
-            return (many - milliseconds(lambda: run(1), "cpu")) / (args.new_tokens - 1)
-
-        return measure
+        return lambda: step_ms(model, inputs, args.new_tokens, **kwargs)
 
     cases = {
         "bare model": case(bare),
@@ -110,8 +139,8 @@ def main() -> int:
         check = dict(**inputs, max_new_tokens=8, min_new_tokens=8, do_sample=False)
         if not torch.equal(ours.generate(**check, adapter_ids=names), peft.generate(**check, adapter_names=names)):
             results.fail("greedy tokens differ from PEFT's")
-    for measure in cases.values():
-        measure()
+    for name, measure in cases.items():
+        print(f"warming up: {name} {measure():.1f} ms", flush=True)
     values = alternate(cases, args.reps, deadline)
     base = values["bare model"]
     goals = {"enabled, none active": 1.01, "1 adapter": RATIO_GOAL, f"{args.rows} adapters": RATIO_GOAL}
@@ -127,7 +156,7 @@ def main() -> int:
             rows=args.rows,
             model=Path(args.model).name,
         )
-    results.add("load one adapter (1.8 MB of fp32 on the demo model)", statistics.median(load_ms), "ms", all=load_ms)
+    results.add(f"load one adapter of {nbytes(tensors) / 1e6:.1f} MB", statistics.median(load_ms), "ms", all=load_ms)
     if peft is not None:
         results.add("load one adapter into PEFT, mean", peft_load_ms, "ms")
     return results.finish()

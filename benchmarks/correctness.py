@@ -65,7 +65,7 @@ def check(results: Results, args: Any, rows: int) -> None:
             error,
             "rel",
             goal=LIMIT_FP32 if fp32 else None,
-            ratio=error / own,
+            ratio=error / own if own else None,
             ratio_goal=None if fp32 else LIMIT_OF_BARE,
             bare_error=own,
             layers=layers,

@@ -52,7 +52,7 @@ def device_profile(step: Callable[[], Any], device: str, count: int) -> dict[str
     for event in prof.events():
         if event.device_type == DeviceType.CUDA:
             total[event.name][0] += 1 / count
-            total[event.name][1] += event.device_time / count
+            total[event.name][1] += event.time_range.elapsed_us() / count
     return {name: (launches, time_us) for name, (launches, time_us) in total.items()}
 
 

@@ -139,7 +139,7 @@ def test_threads_on_streams_of_their_own():
     expected = {name: greedy(model, batch, new, adapter_ids=name) for name in [None, *names]}
     expected_hot = []
     for weights in hot:
-        load(model, "hot", weights, reload="hot" in model.multilora.adapters())
+        load(model, "hot", weights, reload="hot" in model.multilora.adapters)
         expected_hot.append(greedy(model, batch, new, adapter_ids="hot"))
     assert not torch.equal(*expected_hot)
     problems: list[str] = []
@@ -170,7 +170,7 @@ def test_threads_on_streams_of_their_own():
             for turn in range(turns):
                 if turn % 3 == 2:
                     model.multilora.unload("hot")
-                load(model, "hot", hot[turn % 2], reload="hot" in model.multilora.adapters())
+                load(model, "hot", hot[turn % 2], reload="hot" in model.multilora.adapters)
                 output = greedy(model, batch, new, adapter_ids=["hot", None, "hot", "hot"])
                 want = expected_hot[turn % 2].clone()
                 want[1] = expected[None][1]
