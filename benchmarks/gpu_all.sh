@@ -35,7 +35,7 @@ nvidia-smi --query-gpu=name,driver_version,clocks.sm,power.draw --format=csv,noh
 for name in $wanted; do
   case $name in
     kernels) step kernels 150 14 "$PYTHON" -m pytest -q -x --no-header -p no:cacheprovider --durations=3 tests/kernels ;;
-    gpu) step gpu 150 40 "$PYTHON" -m pytest -q -m gpu --no-header -p no:cacheprovider --tb=line --durations=5 tests/gpu ;;
+    gpu) step gpu 150 40 "$PYTHON" -m pytest -q -m gpu --no-header -p no:cacheprovider --tb=short --durations=5 tests/gpu ;;
     # shellcheck disable=SC2086
     generate) step generate 240 36 "$PYTHON" benchmarks/bench_generate.py --out "$OUT" --budget-s 200 $GENERATE ;;
     memory) step memory 120 26 "$PYTHON" benchmarks/bench_memory.py --out "$OUT" --budget-s 90 ;;

@@ -24,7 +24,7 @@ CUDA = DEVICE.startswith("cuda")
 MARKS = [pytest.mark.gpu] if CUDA else []
 needs_cuda = pytest.mark.skipif(not CUDA, reason="counts what only a CUDA device has")
 
-VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 515, 192, 328, 3, 6, 2
+VOCAB, HIDDEN, INNER, LAYERS, HEADS, KV_HEADS = 515, 192, 328, 2, 6, 2
 MAX_RANK = 64
 ROWS = 8
 FP32_TOLERANCE = 1e-5  # ||difference|| / ||reference|| of a row's logits, without TF32
