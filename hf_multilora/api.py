@@ -190,7 +190,7 @@ class MultiLora:
             ignore_untargeted=ignore_untargeted,
             local_files_only=local_files_only,
         )
-        return self.store.register(name, read, reload=reload, evictable=not in_memory).report()
+        return self.store.register(name, read, reload=reload, evictable=not in_memory).report(hashed=False)
 
     def _read_once(self, box: list[dict[str, torch.Tensor]]) -> Callable[..., Loaded]:
         """A loader of tensors in memory that lets go of them: the packed block is what stays."""
@@ -228,7 +228,15 @@ class MultiLora:
         if source is not None:
             return self.load(source, name, reload=True, **options)
         version = self.store.entry(name).version
-        return self.store.register(name, version.load, reload=True, evictable=version.evictable).report()
+        return self.store.register(name, version.load, reload=True, evictable=version.evictable).report(hashed=False)
+
+    def report(self, name: str) -> LoadReport:
+        """The report of a registered adapter, with the hash of its content where it has no hub commit.
+
+        Raises:
+            AdapterNotFoundError: not registered.
+        """
+        return self.store.entry(name).report()
 
     def unload(self, name: str) -> None:
         """Forget an adapter. Calls that use it end first; then its slot and its host memory are free.

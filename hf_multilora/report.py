@@ -23,7 +23,7 @@ class LoadReport:
     modules: dict[str, int]  # module path in the model -> rank
     nbytes: int  # of the packed block, header included
     load_ms: float
-    fingerprint: str
+    fingerprint: str  # hub commit, or content hash; empty until it is needed (`model.multilora.report(name)`)
     base_model: str | None  # base_model_name_or_path of the checkpoint
     ignored: list[str] = field(default_factory=list)  # config fields and tensors without effect on inference
     left_out: list[str] = field(default_factory=list)  # tensors left out because of ignore_untargeted=True
@@ -51,7 +51,10 @@ class LoadReport:
             ("source", self.source),
             ("base", self.base_model or "not named"),
             ("modules", summarise_modules(self.modules)),
-            ("version", f"generation {self.generation}, fingerprint {self.fingerprint[:12] or 'none'}"),
+            (
+                "version",
+                ", fingerprint ".join([f"generation {self.generation}", *filter(None, [self.fingerprint[:12]])]),
+            ),
         ]
         rows += [("ignored", abridge(self.ignored))] if self.ignored else []
         rows += [("left out", abridge(self.left_out))] if self.left_out else []

@@ -9,15 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
-from transformers.utils import logging
 
 from ..errors import AdapterMatchError
 from .layout import FACTOR_ALIGN, Layout, Site, align
+from .pinned import host_block
 
 if TYPE_CHECKING:
     from ..adapters.match import Factor
-
-logger = logging.get_logger(__name__)
 
 _HASH_CHUNK = 4 << 20
 
@@ -177,19 +175,6 @@ class _Builder:
         if self._rows:
             _header(block, self.layout)[list(self._rows)] = torch.tensor(list(self._rows.values()), device="cpu")
         return PackedAdapter(block, self.layout, self.dtype, self.ranks)
-
-
-def host_block(nbytes: int, *, pin: bool) -> torch.Tensor:
-    """Uninitialised uint8 [nbytes] in host memory, page-locked where `pin` asks for it and the system grants it."""
-    if pin:
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        except RuntimeError as error:
-            logger.warning_once(
-                "Host memory for adapters could not be pinned; pageable memory is used instead, from which copies "
-                f"into slots are slower ({str(error).splitlines()[0]})."
-            )
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
 
 def _header(block: torch.Tensor, layout: Layout) -> torch.Tensor:

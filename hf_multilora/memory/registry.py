@@ -141,8 +141,8 @@ class Entry:
         """Whether the host block must stay."""
         return self.pinned or not self.version.evictable
 
-    def report(self) -> LoadReport:
-        """What was loaded; hashes the content where there is no hub commit."""
+    def report(self, *, hashed: bool = True) -> LoadReport:
+        """What was loaded. `hashed=False` leaves the fingerprint empty where the content would have to be hashed."""
         version = self.version
         about = version.loaded
         return LoadReport(
@@ -153,7 +153,7 @@ class Entry:
             modules=dict(version.modules),
             nbytes=version.nbytes,
             load_ms=version.load_ms,
-            fingerprint=version.fingerprint,
+            fingerprint=version.fingerprint if hashed else about.fingerprint or "",
             base_model=about.base_model,
             ignored=list(about.ignored),
             left_out=list(about.left_out),
