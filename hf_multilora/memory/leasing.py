@@ -136,8 +136,8 @@ class LeasingStore(LoadingStore):
                 return {key: plan[tag] for key, tag in call.tags.items()}
             if not block:
                 raise SlotError(
-                    f"No room now for {self._listed(call)}: the {self.config.max_loras} slots are in use by calls that "
-                    "cannot be waited for here. Raise max_loras, or name fewer adapters at once."
+                    f"No room now for {self._listed(call)}: the {self.config.max_loras} slots are in use by calls "
+                    "that cannot be waited for here. Raise max_loras, or name fewer adapters at once."
                 )
             if self._line.hopeless(call.ticket):
                 raise SlotError(

@@ -19,7 +19,7 @@ _LARGE = 1 << 20  # below, the allocator's cache of small blocks is the better c
 
 
 def host_block(nbytes: int, *, pin: bool) -> torch.Tensor:
-    """uint8 `[nbytes]` in host memory, of any content; page-locked where `pin` asks for it and the system grants it."""
+    """uint8 `[nbytes]` in host memory, of any content; page-locked where `pin` asks for it and that is possible."""
     if pin:
         try:
             if nbytes >= _LARGE and torch.version.cuda is not None:

@@ -553,10 +553,10 @@ def test_a_deep_copy_is_independent():
 
 
 def test_blocks_that_cannot_be_pinned_are_pageable_and_it_is_said(monkeypatch):
-    from hf_multilora.memory import pack as packing
+    from hf_multilora.memory import pinned
 
     said = []
-    monkeypatch.setattr(packing.logger, "warning_once", said.append)
+    monkeypatch.setattr(pinned.logger, "warning_once", said.append)
     real = torch.empty
 
     def empty(*args, pin_memory=False, **kwargs):
