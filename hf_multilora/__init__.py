@@ -16,6 +16,7 @@ from .errors import (
     SlotError,
     UnsupportedAdapterError,
 )
+from .generation.streaming import BatchTextStreamer
 from .layers.registry import register_layer
 from .report import LoadReport, Status
 
@@ -24,6 +25,7 @@ __all__ = [
     "AdapterFormatError",
     "AdapterMatchError",
     "AdapterNotFoundError",
+    "BatchTextStreamer",
     "CacheMismatchError",
     "ConfigError",
     "LoadReport",
