@@ -28,13 +28,11 @@ EXPECTED = {  # what the answers of the demo's adapters, or the models' own figu
 }
 
 
-def params():
-    for name in SCRIPTS:
-        needs_model = "base_model()" in (EXAMPLES / name).read_text()
-        yield pytest.param(name, marks=[pytest.mark.demo_model] if needs_model else [])
+def needs_model(name: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.demo_model] if "base_model()" in (EXAMPLES / name).read_text() else []
 
 
-@pytest.mark.parametrize("name", params())
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_model(name)) for name in SCRIPTS])
 def test_example(name, request):
     if request.node.get_closest_marker("demo_model"):
         request.getfixturevalue("demo_model")
