@@ -10,7 +10,7 @@ import torch
 from enabled import enabled
 from models import FAMILIES, prompts
 from oracle import MIX, Id, adapters, relative_error, rows_of
-from transformers import PreTrainedModel
+from transformers import CompileConfig, PreTrainedModel
 
 from hf_multilora import disable_multilora, enable_multilora
 
@@ -110,3 +110,16 @@ def test_other_families(family: str) -> None:
     with model.multilora.use(ids):
         got = call(compiled)
     assert relative_error(got, rows_of(family, ids, call)) <= 1e-5
+
+
+def test_generate_that_compiles_itself() -> None:
+    """transformers compiles the decoding step of a static cache: one graph for every mix, one for the bare model."""
+    model, backend = enabled("llama", ["r8", "r3", "r64"]), Backend()
+    config = CompileConfig(backend=backend, fullgraph=True, mode=None)
+    config._compile_all_devices = True  # on a CPU, for the test
+    options = {"max_new_tokens": 5, "do_sample": False, "cache_implementation": "static", "disable_compile": False}
+    for batch in BATCHES:
+        ids: list[Id] = batch if isinstance(batch, list) else [batch] * 3
+        got = model.generate(**prompts(3), **options, compile_config=config, adapter_ids=batch)
+        assert torch.equal(got, rows_of("llama", ids, lambda ref: ref.generate(**prompts(3), **options))), batch
+    assert 1 <= backend.graphs <= 2
