@@ -338,16 +338,48 @@ def test_resizing_the_vocabulary_afterwards() -> None:
 
 
 def test_peft_layers_added_afterwards() -> None:
-    """PEFT would put layers of its own around the wrappers: an error that says so, or both answers right."""
+    """PEFT would put layers of its own around the wrappers: an error that says so, or both work and come off again."""
     model = enabled("llama", ["r8", "r3"])
     config = LoraConfig(target_modules=["q_proj"], init_lora_weights=True)  # B is zero: PEFT's layer adds nothing
     try:
-        peft_model = get_peft_model(model, config)
-        got = logits(peft_model.eval(), adapter_ids=IDS)
+        peft_model = get_peft_model(model, config).eval()
+        got = logits(peft_model, adapter_ids=IDS)
     except MultiLoraError as error:
         assert "PEFT" in str(error)
     else:
         assert relative_error(got, rows_of("llama", IDS, logits)) <= 1e-5
+        with pytest.raises(ModelError, match="PEFT"):
+            disable_multilora(model)
+        peft_model.unload()
+    assert_right(model)
+    disable_multilora(model)
+    assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
+    assert torch.equal(logits(model), logits(alone("llama", None)))
+
+
+def replace_head(model: PreTrainedModel) -> None:
+    head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+    head.load_state_dict(model.lm_head.state_dict())
+    model.lm_head = head
+
+
+def replace_embedding(model: PreTrainedModel) -> None:
+    table = torch.nn.Embedding(VOCAB, HIDDEN)
+    table.load_state_dict(model.get_input_embeddings().state_dict())
+    model.set_input_embeddings(table)
+
+
+@pytest.mark.parametrize(("replace", "adapter"), [(replace_head, "r33"), (replace_embedding, "r3")])
+def test_a_layer_replaced_afterwards(replace: Callable[[PreTrainedModel], None], adapter: str) -> None:
+    """The new layer knows no adapters: an error, at once or when an adapter that trained it is named; not the base."""
+    model = enabled("llama", ["r8", adapter])
+    want = logits(alone("llama", adapter))
+    try:
+        replace(model)
+        got = logits(model, adapter_ids=adapter)
+    except ModelError:
+        return
+    assert relative_error(got, want) <= 1e-5, "the adapter was applied in part, without a word"
 
 
 class Failing(LogitsProcessor):
