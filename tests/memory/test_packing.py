@@ -1,4 +1,4 @@
-"""Packed blocks against plain maths: true ranks, alignment, transposes, folded scaling, shared factors, mixes, casts."""
+"""Packed blocks against plain maths: true ranks, alignment, transposes, folded scaling, sharing, mixes, casts."""
 
 from __future__ import annotations
 
