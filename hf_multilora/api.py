@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +21,14 @@ from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, cl
 from .generation.calls import Calls
 from .generation.ids import BASE, names_of
 from .generation.mixin import MultiLoraMixin, swap_class
-from .inject import InstanceGuard, Survey, placement, survey, swap_in, swap_out
+from .inject import InstanceGuard, Survey, check_intact, placement, survey, swap_in, swap_out
 from .kernels.ops import EmbeddingOp, LinearOp, Workspace
 from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
 from .memory.pack import pack
 from .memory.registry import Loaded
 from .memory.store import AdapterStore
-from .peft_model import Takeover, is_peft_model, take_over
+from .peft_model import Takeover, is_peft_layer, is_peft_model, take_over
 from .report import AdapterStatus, LoadReport, Status
 from .routing import Routing
 
@@ -119,7 +119,7 @@ class MultiLora:
         self._layout = Layout.from_targets(self._survey.table.targets)
         self.store = store or AdapterStore(self._layout, config, device, dtype)
         self._routing = Routing(self.store.arena.device)
-        self.calls = Calls(self.store, self._routing, self.ensure, lambda: model.training)
+        self.calls = Calls(self.store, self._routing, self.ensure, self._check_layers, lambda: model.training)
         model.__dict__.pop("_compiled_call", None)
         self._wrappers = swap_in(self._survey.found, self._routing)
         self._bind()
@@ -315,6 +315,10 @@ class MultiLora:
             f"model.load_adapter(path, adapter_name={name!r})."
         )
 
+    def _check_layers(self, sites: Collection[int]) -> None:
+        paths = dict.fromkeys(self._layout.sites[site].path for site in sites)
+        check_intact(paths, self._survey.found, self._wrappers)
+
     def follow_model(self) -> None:
         """After model.to(), half() and the like: slots and adapters move along."""
         device, dtype = placement(self._survey.found, self.config)
@@ -388,6 +392,9 @@ def _check_model(model: Any) -> None:
             "The model carries adapters that transformers injected (model.load_adapter). Enable a model without them, "
             "and load them afterwards: they are then served through slots."
         )
+    peft = next((path for path, module in model.named_modules() if is_peft_layer(module)), None)
+    if peft is not None:
+        raise ModelError(f"{peft} is a layer of PEFT. Pass the PeftModel itself: enable_multilora(peft_model).")
 
 
 def _estimate(layout: Layout, config: MultiLoraConfig, dtype: torch.dtype) -> dict[str, Any]:

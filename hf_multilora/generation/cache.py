@@ -113,7 +113,7 @@ def check_cache(cache: Any, rows: Sequence[Hashable | None], owner: object) -> N
     tag = getattr(cache, "multilora_tag", None)
     if tag is not None and owner is not None and tag.owner is owner:
         return
-    written = _length(cache)
+    written = cached_length(cache)
     if not written:
         return
     before = tag.rows if tag is not None else (None,) * len(rows)
@@ -145,12 +145,19 @@ def write_tag(cache: Any, rows: Sequence[Hashable | None], owner: object) -> Non
     tagged.multilora_tag = KVTag(rows, owner)
 
 
-def _length(cache: Any) -> int:
+def cached_length(cache: Any) -> int:
+    """Tokens that a cache holds; of one that keeps no count, 1 if it holds anything."""
     try:
         return int(cache.get_seq_length())
     except (AttributeError, ValueError, TypeError):
-        # Caches of linear attention keep no length, tuples of old models have no method: treat them as written.
-        return 1
+        # Layers of linear attention hold a state and no count; tuples of old models say nothing, and count as written.
+        layers = getattr(cache, "layers", None)
+        return 1 if layers is None else int(any(map(_holds_state, layers)))
+
+
+def _holds_state(layer: Any) -> bool:
+    state = getattr(layer, "has_previous_state", getattr(layer, "is_initialized", True))
+    return any(state.values()) if isinstance(state, dict) else bool(state)
 
 
 def _describe(tag: Hashable | None) -> str:
