@@ -1,8 +1,9 @@
 """StoreCore: the two tables behind one lock, and how blocks move in and out of them.
 
 Whatever is interrupted half-way (KeyboardInterrupt) leaves a state that is right: a slot gets its tag only after its
-copy was started, an entry changes in one assignment, and calls are members of sets, so that leaving twice or never
-having joined is harmless.
+copy was started, an entry changes in one assignment, calls are members of sets, so that leaving twice or never having
+joined is harmless, and what a call has to take back in the end (its place in line, its turn to load, its hold on host
+blocks) is known to the store only weakly, so that it goes with the call at the latest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -41,8 +43,9 @@ class StoreCore:
         self._slots = SlotTable(config.max_loras)
         self._registry = Registry(config.max_cpu_loras)
         self._line = Line()
-        self._cond = threading.Condition(threading.Lock())
-        self._loading: dict[str, Grant] = {}  # name -> who loads it now
+        self._lock = threading.Lock()  # used in `with` itself: a Condition's own `with` can be interrupted half-way
+        self._cond = threading.Condition(self._lock)
+        self._loading: WeakValueDictionary[str, Grant] = WeakValueDictionary()  # name -> who loads it now
         self._lost: deque[Grant] = deque()  # leases that were collected without a release
         self._unhashed: set[Entry] = set()  # dropped from host memory, content not hashed yet
         self._tick = 0
@@ -61,7 +64,7 @@ class StoreCore:
     def _changing(self) -> Iterator[None]:
         """Hold the lock; then restore what must hold and wake the waiters; outside the lock, hash what was dropped."""
         try:
-            with self._cond:
+            with self._lock:
                 self._sweep()
                 try:
                     yield
@@ -77,14 +80,14 @@ class StoreCore:
         """Be the only thread that loads `name`. The lock is not held, neither before nor inside."""
         me = Grant()
         try:
-            with self._cond:
+            with self._lock:
                 while (owner := self._loading.setdefault(name, me)) is not me:
                     if owner.thread == me.thread:
                         raise SlotError(f"The loader of adapter {name!r} asks for {name!r} itself.")
                     self._sleep()
             yield
         finally:
-            with self._cond:
+            with self._lock:
                 if self._loading.get(name) is me:
                     del self._loading[name]
                     self._cond.notify_all()
@@ -183,6 +186,6 @@ class StoreCore:
                 return
             before = entry.version
             after = before.hashed()
-            with self._cond:
+            with self._lock:
                 if entry.version is before:
                     entry.version = after

@@ -8,6 +8,7 @@ where nobody could ever make room for it, it raises instead of waiting.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -69,13 +70,19 @@ class Lease:
 
     _grant: Grant | None = None
 
-    def __init__(self, store: LeasingStore, grant: Grant, slots: dict[Key, Slot]) -> None:
+    def __init__(self, store: LeasingStore, grant: Grant) -> None:
         self._store = store
-        self._ready = [slot.ready for slot in slots.values()]
-        self.slots: dict[Key, int] = {key: slot.index for key, slot in slots.items()}
-        self.tags: dict[Key, Hashable] = {key: slot.tag for key, slot in slots.items()}
-        self.touched: frozenset[int] = frozenset().union(*(slot.sites for slot in slots.values()))
+        self.slots: dict[Key, int] = {}
+        self.tags: dict[Key, Hashable] = {}
+        self.touched: frozenset[int] = frozenset()
+        self._ready: list[torch.cuda.Event | None] = []
         self._grant = grant
+
+    def _fill(self, slots: dict[Key, Slot]) -> None:
+        self.slots = {key: slot.index for key, slot in slots.items()}
+        self.tags = {key: slot.tag for key, slot in slots.items()}
+        self.touched = frozenset().union(*(slot.sites for slot in slots.values()))
+        self._ready = [slot.ready for slot in slots.values()]
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:
         """Let `stream` (the device's current one by default) wait for the copies into the lease's slots.
@@ -118,20 +125,23 @@ class Line:
     """Waiting threads in order of arrival."""
 
     def __init__(self) -> None:
-        self._tickets: list[Ticket] = []
+        self._refs: list[weakref.ref[Ticket]] = []  # weak: an interrupted thread must not stand in the way for ever
+
+    @property
+    def tickets(self) -> list[Ticket]:
+        return [ticket for ref in self._refs if (ticket := ref()) is not None]
 
     def join(self, ticket: Ticket) -> None:
-        self._tickets.append(ticket)
+        self._refs.append(weakref.ref(ticket))
 
     def leave(self, ticket: Ticket | None) -> None:
-        if ticket in self._tickets:
-            self._tickets.remove(ticket)
+        self._refs = [ref for ref in self._refs if ref() not in (None, ticket)]
 
     def may_go(self, ticket: Ticket) -> bool:
         """Whether it is this thread's turn: nested calls go first, the others one after another."""
         if ticket.nested:
             return True
-        before = [t for t in self._tickets if t.in_line]
+        before = [t for t in self.tickets if t.in_line]
         return not any(t.nested for t in before) and before[0] is ticket
 
     def hopeless(self, ticket: Ticket) -> bool:
@@ -139,7 +149,7 @@ class Line:
 
         Whoever can end its wait will let go of what it holds; what remains when nobody else can is a deadlock.
         """
-        waiting = list(self._tickets)
+        waiting = self.tickets
         while True:
             stuck = {t.thread for t in waiting}
             free = [t for t in waiting if t.can_end(stuck)]

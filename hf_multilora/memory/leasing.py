@@ -45,12 +45,14 @@ class LeasingStore(LoadingStore):
             Whatever the loader of an adapter raises that has to be read again.
         """
         call = _Call({key: parts_of(key) for key in wanted})
+        lease = Lease(self, call.grant)  # from here on, whatever happens, its end gives back what the call has got
         try:
-            return Lease(self, call.grant, self._take(call, block) if call.wishes else {})
+            if call.wishes:
+                self._take(call, lease, block)
         except BaseException:
-            with self._changing():
-                self._leave(call.grant)
+            self.release(lease)
             raise
+        return lease
 
     def release(self, lease: Lease) -> None:
         """End a lease; on CUDA, its slots are written again only after what the current stream has been given so far,
@@ -60,7 +62,7 @@ class LeasingStore(LoadingStore):
                 self._leave(lease._grant)
             lease._grant = None
 
-    def _take(self, call: _Call, block: bool) -> dict[Key, Slot]:
+    def _take(self, call: _Call, lease: Lease, block: bool) -> None:
         """The lock is not held."""
         try:
             while True:
@@ -69,7 +71,8 @@ class LeasingStore(LoadingStore):
                     if not todo:
                         slots = self._wait_for_slots(call, block)
                         if slots is not None:
-                            return slots
+                            lease._fill(slots)
+                            return
                         todo = self._missing(call)
                 for item in todo:
                     self._make(call, item)

@@ -31,16 +31,16 @@ class LoadingStore(StoreCore):
 
     def names(self) -> list[str]:
         """Registered names, in the order of registration."""
-        with self._cond:
+        with self._lock:
             return list(self._registry.entries)
 
     def __contains__(self, name: object) -> bool:
-        with self._cond:
+        with self._lock:
             return name in self._registry.entries
 
     def entry(self, name: str) -> Entry:
         """Raises: AdapterNotFoundError, with the closest names."""
-        with self._cond:
+        with self._lock:
             return self._registry.get(name)
 
     def register(
@@ -63,12 +63,12 @@ class LoadingStore(StoreCore):
     def ensure(self, name: str, load: Callable[[], Loaded], *, evictable: bool = True) -> Entry:
         """The adapter of that name, loaded now if there is none. Threads that ask at once load it once."""
         with self._turn(name):
-            with self._cond:
+            with self._lock:
                 entry = self._registry.entries.get(name)
             return entry or self._load(name, load, False, evictable)
 
     def _load(self, name: str, load: Callable[[], Loaded], reload: bool, evictable: bool) -> Entry:
-        with self._cond:
+        with self._lock:
             old = self._registry.entries.get(name)
             if old is not None and not reload:
                 raise AdapterExistsError(
@@ -128,7 +128,7 @@ class LoadingStore(StoreCore):
         """
         name = entry.name
         with self._turn(name):
-            with self._cond:
+            with self._lock:
                 before = entry.version
                 if before.packed is not None or self._registry.entries.get(name) is not entry:
                     return

@@ -8,10 +8,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from ..errors import AdapterNotFoundError, SlotError, closest
 from ..report import CacheCounters, LoadReport
 from .pack import PackedAdapter
+
+if TYPE_CHECKING:
+    from .lease import Grant
 
 # One counter for the whole process: a KV cache written under one generation never meets an equal number again, also
 # not after an unload and a load, or in a copy of the model.
@@ -120,7 +125,7 @@ class Entry:
     version: Version
     uid: int = field(default_factory=lambda: next(_uids))
     pinned: bool = False
-    holders: set[object] = field(default_factory=set)
+    holders: WeakSet[Grant] = field(default_factory=WeakSet)
     used: int = 0
 
     @property
@@ -162,7 +167,7 @@ class Entry:
 
     def copy(self) -> Entry:
         """The same adapter for another store; the block is shared, since nobody writes it."""
-        return Entry(self.name, self.version, self.uid, self.pinned, set(), self.used)
+        return Entry(self.name, self.version, self.uid, self.pinned, WeakSet(), self.used)
 
 
 class Registry:

@@ -46,7 +46,7 @@ class AdapterStore(LeasingStore):
             SlotError: all slots are pinned, or host memory is full of what must stay.
         """
         while True:
-            with self._cond:
+            with self._lock:
                 self._registry.get(name)
                 self._registry.check_room(name)
             with self.acquire([name]), self._changing():
@@ -78,7 +78,7 @@ class AdapterStore(LeasingStore):
         """
         wanted = list(dict.fromkeys(names))[: self.config.max_loras]
         future: Future[list[str]] = Future()
-        with self._cond:
+        with self._lock:
             entries = [self._registry.get(name) for name in wanted]
             at_once = all(entry.packed is not None for entry in entries)
         if at_once:
@@ -124,7 +124,7 @@ class AdapterStore(LeasingStore):
 
     def status(self) -> Status:
         """A snapshot of slots, adapters (in the order of registration) and counters."""
-        with self._cond:
+        with self._lock:
             self._sweep()
             self._transfer.collect()
             adapters = []
@@ -211,7 +211,7 @@ class AdapterStore(LeasingStore):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AdapterStore:
         """An independent store with the same adapters and pins; host blocks are shared, slots and counters are not."""
-        with self._cond:
+        with self._lock:
             new = AdapterStore(self.layout, self.config, self.arena.device, self.arena.dtype)
             memo[id(self)], memo[id(self.arena)] = new, new.arena
             for entry in self._registry:

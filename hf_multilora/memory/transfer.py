@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 
@@ -30,8 +31,10 @@ class Transfer:
         self.cuda = arena.device.type == "cuda"
         self.ms: float = before.ms if before else 0.0
         self.copies: int = before.copies if before else 0
-        # The blocks are kept until their copies have ended, whatever becomes of the adapter meanwhile.
-        self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event, PackedAdapter]] = []
+        # Blocks are kept until their copies have ended, whatever becomes of the adapter meanwhile.
+        self._pending: list[tuple[torch.cuda.Event, torch.cuda.Event, PackedAdapter]] = (
+            before._pending if before else []
+        )
         self._known: set[int] = set()
         if self.cuda:
             self.stream = torch.cuda.Stream(arena.device)
@@ -99,6 +102,12 @@ class Transfer:
             else:
                 unfinished.append((begin, end, packed))
         self._pending = unfinished
+
+    def __del__(self) -> None:
+        # A block that is unmapped under its copy would be a fault on the device.
+        with suppress(Exception):
+            for _, end, _ in self._pending:
+                end.synchronize()
 
     def _know(self, stream: torch.cuda.Stream) -> None:
         # Tells the allocator who uses the arena, so that its memory is not given to others before they are done.
