@@ -73,7 +73,7 @@ def match(
         factor for pair in placed for factor in to_factors(pair, table.parts[pair.path], checkpoint, spec, table)
     ]
     factors.sort(key=lambda factor: table.position[factor.path, factor.slice])
-    _check_once(factors, placed, where)
+    _check_once(factors, placed, table, where)
     ignored = [*spec.ignored, *check_saved_modules(others, spec, table, where)]
     copies, warnings = check_copies(others, renaming.names, spec, checkpoint, table)
     ignored += copies
@@ -180,12 +180,12 @@ def _no_such_module(strangers: dict[str, str], total: int, table: TargetTable, w
     )
 
 
-def _check_once(factors: list[Factor], placed: list[Pair], where: str) -> None:
+def _check_once(factors: list[Factor], placed: list[Pair], table: TargetTable, where: str) -> None:
     for before, after in zip(factors, factors[1:], strict=False):
-        if (before.path, before.slice) == (after.path, after.slice):
-            raise AdapterMatchError(
-                f"{where}: {before.a.key} and {after.a.key} both train {after.path!r}: one fused, one split."
-            )
+        site = after.path, after.slice
+        if (before.path, before.slice) == site:
+            both = [p.a.name for p in placed if site in ((part.path, part.slice) for part in table.parts[p.path])]
+            raise AdapterMatchError(f"{where}: {' and '.join(both)} both train {after.path!r}: one fused, one split.")
 
 
 def _check_complete(
