@@ -14,13 +14,20 @@ from hf_multilora.kernels.reference import lora_embedding, lora_linear
 RANKS = [[1], [3], [8], [11], [16], [33], [64], [128], [0]]
 
 
-def run(bed: Bed, y: torch.Tensor, x: torch.Tensor, slots: list[int], cache: dict | None = None) -> torch.Tensor:
+def run(
+    bed: Bed,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    slots: list[int],
+    cache: dict | None = None,
+    starts: list[int] | None = None,
+) -> torch.Tensor:
     row_slots = torch.tensor(slots + [7, 7], dtype=torch.int32)  # capacity beyond the rows
+    row_starts = None if starts is None else torch.tensor(starts + [0, 0], dtype=torch.int32)
+    arena = (bed.data, bed.meta, bed.floats, row_slots, len(slots), bed.site)
     if bed.embedding:
-        tail = (bed.widths[0], bed.slot_elems, bed.zero_off, cache)
-        return lora_embedding(y, x, bed.data, bed.meta, row_slots, len(slots), bed.site, *tail)
-    tail = (bed.widths, bed.slot_elems, bed.zero_off, cache)
-    return lora_linear(y, x, bed.data, bed.meta, row_slots, len(slots), bed.site, *tail)
+        return lora_embedding(y, x, *arena, bed.widths[0], bed.slot_elems, bed.zero_off, cache, row_starts)
+    return lora_linear(y, x, *arena, bed.widths, bed.slot_elems, bed.zero_off, cache, row_starts)
 
 
 @pytest.mark.parametrize("popularity", POPULARITY)
@@ -122,7 +129,7 @@ def test_neighbours_change_no_bit(data: st.DataObject, rows: int, tokens: int, k
 def test_ops_on_the_cpu() -> None:
     bed = Bed([[r[0], 2] for r in RANKS], 33, [20, 9], site=0)
     workspace = Workspace()
-    op = LinearOp(bed.data, bed.meta, bed.slot_elems, bed.zero_off, 0, 33, (20, 9), 128, workspace)
+    op = LinearOp(bed.data, bed.meta, bed.floats, bed.slot_elems, bed.zero_off, 0, 33, (20, 9), 128, workspace)
     y, x = bed.inputs(12, torch.float32)
     slots = [3, -1, 6]
     row_slots = torch.tensor(slots, dtype=torch.int32)
@@ -132,7 +139,8 @@ def test_ops_on_the_cpu() -> None:
     bed.check(got.view(12, 29), y, x, slots)
 
     table = Bed(RANKS, 50, [29], embedding=True)
-    embed = EmbeddingOp(table.data, table.meta, table.slot_elems, table.zero_off, table.site, 29, 128, workspace)
+    arena = (table.data, table.meta, table.floats, table.slot_elems, table.zero_off, table.site)
+    embed = EmbeddingOp(*arena, 29, 128, workspace)
     y, ids = table.inputs(12, torch.float32)
     got = embed(y.view(3, 4, 29), ids.view(3, 4), row_slots, 3)
     table.check(got.view(12, 29), y, ids, slots)
@@ -150,9 +158,9 @@ def test_compiled_on_the_cpu() -> None:
     """The custom ops trace as one graph, and one graph serves every mix."""
     bed = Bed([[4], [16], [0]], 24, [20])
     table = Bed([[8], [3], [1]], 50, [24], embedding=True)
-    arena = (bed.data, bed.meta, bed.slot_elems, bed.zero_off, bed.site)
+    arena = (bed.data, bed.meta, bed.floats, bed.slot_elems, bed.zero_off, bed.site)
     linear = LinearOp(*arena, 24, (20,), 16, Workspace())
-    arena = (table.data, table.meta, table.slot_elems, table.zero_off, table.site)
+    arena = (table.data, table.meta, table.floats, table.slot_elems, table.zero_off, table.site)
     embed = EmbeddingOp(*arena, 24, 8, Workspace())
     words, weight = torch.randn(50, 24), torch.randn(20, 24)
     graphs = []
@@ -175,7 +183,7 @@ def test_compiled_on_the_cpu() -> None:
     assert len(graphs) == 1
     torch.library.opcheck(
         torch.ops.hf_multilora.linear.default,
-        (torch.randn(6, 20), torch.randn(6, 24), bed.data, bed.meta, row_slots, 3, bed.site, [20])
+        (torch.randn(6, 20), torch.randn(6, 24), bed.data, bed.meta, bed.floats, row_slots, 3, bed.site, [20])
         + (bed.slot_elems, bed.zero_off, 16),
     )
     torch._dynamo.reset()

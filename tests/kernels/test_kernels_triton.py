@@ -33,22 +33,31 @@ def bf16_in_the_interpreter() -> Iterator[None]:
         yield
 
 
-def run(bed: Bed, y: torch.Tensor, x: torch.Tensor, slots: list[int], max_rank: int | None = None) -> torch.Tensor:
+def run(
+    bed: Bed,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    slots: list[int],
+    max_rank: int | None = None,
+    starts: list[int] | None = None,
+) -> torch.Tensor:
     """The kernels on a copy of y, with planes full of NaN: what shrink did not write, expand must not read."""
     max_rank = max_rank or bed.max_rank
     rows, n = len(slots), y.shape[0]
     row_slots = torch.tensor(slots + [7, 7], dtype=torch.int32)
+    row_starts = None if starts is None else torch.tensor(starts + [0, 0], dtype=torch.int32)
     out = y.clone()
     recipes: dict = {}
-    arena = (bed.data, bed.meta, row_slots)
+    arena = (bed.data, bed.meta, bed.floats, row_slots)
     if bed.embedding:
         planes = torch.full((n * max_rank,), float("nan"))
-        tail = (rows, bed.site, bed.widths[0], bed.slot_elems, max_rank, recipes)
+        tail = (rows, bed.site, bed.widths[0], bed.slot_elems, max_rank, recipes, row_starts)
         launch.embed(out, x, *arena, planes, *tail)
         return out
     elems = launch.plane_elems(n, rows, bed.in_features, len(bed.widths), max_rank, x.dtype, bed.dtype)
     planes = torch.full((elems,), float("nan"))
-    launch.linear(out, x, *arena, planes, rows, bed.site, bed.widths, bed.slot_elems, max_rank, recipes)
+    tail = (rows, bed.site, bed.widths, bed.slot_elems, max_rank, recipes, row_starts)
+    launch.linear(out, x, *arena, planes, *tail)
     return out
 
 
@@ -139,7 +148,7 @@ def test_strided_inputs() -> None:
     before = wide_y.clone()
     row_slots = torch.tensor([1, 0], dtype=torch.int32)
     planes = torch.full((1024,), float("nan"))
-    arena = (bed.data, bed.meta, row_slots, planes, 2, bed.site, bed.widths, bed.slot_elems, 16, {})
+    arena = (bed.data, bed.meta, bed.floats, row_slots, planes, 2, bed.site, bed.widths, bed.slot_elems, 16, {})
     launch.linear(wide_y[:, 16:48], wide_x[:, 3:35], *arena)
     bed.check(wide_y[:, 16:48].contiguous(), y, x, [1, 0])
     assert same_bits(wide_y[:, :16], before[:, :16]) and same_bits(wide_y[:, 48:], before[:, 48:])
@@ -214,21 +223,29 @@ def test_prebuilt_launches_pass_what_ordinary_ones_do(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch._Prebuilding, "works", True)
     recipes: dict = {}
 
-    def call(site: int, seed: int) -> tuple[launch.Recipe | None, tuple]:
+    def call(site: int, seed: int, starts: bool = False) -> tuple[launch.Recipe | None, tuple]:
         y, x = bed.inputs(2, torch.float32, seed=seed)
         row_slots = torch.tensor([0, 1], dtype=torch.int32)
         planes = torch.empty(launch.plane_elems(2, 2, 32, 1, 16, x.dtype, bed.dtype))
-        arena = (bed.data, bed.meta, row_slots, planes, 2, site, bed.widths, bed.slot_elems, 16, recipes)
-        return launch.linear(y, x, *arena), (y, x, row_slots, planes)
+        arena = (bed.data, bed.meta, bed.floats, row_slots, planes, 2, site, bed.widths, bed.slot_elems, 16, recipes)
+        row_starts = torch.tensor([0, 1], dtype=torch.int32) if starts else None
+        return launch.linear(y, x, *arena, row_starts), (y, x, row_slots, row_starts, planes)
 
     recipe, keep = call(site=2, seed=1)
     assert recipe is not None and not compiled.calls and len(recipes) == 1
     again, other = call(site=5, seed=2)
     assert again is recipe and len(prepared) == 2, "the second call is prebuilt"
     for (grid, arguments), got, first in zip(prepared, compiled.calls, (other[1], other[0]), strict=True):
-        fixed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments[4:]]
-        varying = [first.data_ptr(), other[2].data_ptr(), other[3].data_ptr(), 5]
+        fixed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments[5:]]
+        slots = other[2].data_ptr()
+        varying = [first.data_ptr(), slots, slots, other[4].data_ptr(), 5]
         assert list(got) == [*grid, 99, 11, (4, 1, 0), None, None, None, *varying, *fixed]
+    compiled.calls.clear()
+    with_starts, _ = call(site=2, seed=1, starts=True)
+    assert with_starts is not recipe and not compiled.calls and len(recipes) == 2
+    again, other = call(site=2, seed=2, starts=True)
+    assert again is with_starts and len(prepared) == 4
+    assert all(got[10:12] == (other[2].data_ptr(), other[3].data_ptr()) for got in compiled.calls)
     del keep
 
 
@@ -239,6 +256,6 @@ def test_an_unknown_launcher_is_said_once(monkeypatch: pytest.MonkeyPatch, caplo
     y, x = bed.inputs(1, torch.float32)
     row_slots, planes = torch.zeros(1, dtype=torch.int32), torch.empty(1024)
     for _ in range(2):
-        arena = (bed.data, bed.meta, row_slots, planes, 1, bed.site, bed.widths, bed.slot_elems, 16, {})
+        arena = (bed.data, bed.meta, bed.floats, row_slots, planes, 1, bed.site, bed.widths, bed.slot_elems, 16, {})
         assert launch.linear(y, x, *arena) is None
     assert len(caplog.records) == 1 and "exactly 9 arguments" in caplog.text
