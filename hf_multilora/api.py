@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -16,16 +17,19 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .adapters.load import load_plan
+from .adapters.plan import AdapterPlan
 from .config import MultiLoraConfig
-from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, closest
+from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, UnsupportedAdapterError, closest
 from .generation.calls import Calls
 from .generation.ids import BASE, names_of
+from .generation.logits import Vocabulary
 from .generation.mixin import MultiLoraMixin, swap_class
-from .inject import InstanceGuard, Survey, placement, survey, swap_in, swap_out
+from .inject import InstanceGuard, Survey, placement, saved_layer, survey, swap_in, swap_out
 from .kernels.ops import EmbeddingOp, LinearOp, Workspace
+from .layers.embedding import LoraEmbedding
+from .layers.linear import LoraHead
 from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
-from .memory.pack import pack
 from .memory.registry import Loaded
 from .memory.store import AdapterStore
 from .peft_model import Takeover, is_peft_model, take_over
@@ -119,7 +123,10 @@ class MultiLora:
         self._layout = Layout.from_targets(self._survey.table.targets)
         self.store = store or AdapterStore(self._layout, config, device, dtype)
         self._routing = Routing(self.store.arena.device)
+        self._wrapping = threading.Lock()
         self.calls = Calls(self.store, self._routing, self.ensure, lambda: model.training)
+        if config.extra_vocab_size:
+            self.calls.vocabulary = Vocabulary(self._base_vocabulary(), config.extra_vocab_size)
         model.__dict__.pop("_compiled_call", None)
         self._wrappers = swap_in(self._survey.found, self._routing)
         self._bind()
@@ -132,14 +139,20 @@ class MultiLora:
         arena, workspace = self.store.arena, Workspace()
         for path, wrapper in self._wrappers.items():
             target = self._survey.found[path].target
+            if target is None:
+                continue
             first = self._layout.site(path, 0).index
-            common = (arena.data, arena.meta, arena.slot_elems, arena.zero_off, first)
+            common = (arena.data, arena.meta, arena.floats, arena.slot_elems, arena.zero_off, first)
             op: LinearOp | EmbeddingOp
             if target.kind == "embedding":
                 op = EmbeddingOp(*common, target.out_features, self.config.max_lora_rank, workspace)
             else:
                 op = LinearOp(*common, target.in_features, target.widths, self.config.max_lora_rank, workspace)
             wrapper.bind(frozenset(range(first, first + len(target.widths))), op)
+        extra = self.config.extra_vocab_size
+        for embedding in (self._model.get_input_embeddings(), self._model.get_output_embeddings()):
+            if extra and isinstance(embedding, (LoraEmbedding, LoraHead)):
+                embedding.extra = extra
 
     def load(
         self,
@@ -211,8 +224,15 @@ class MultiLora:
 
     def _read(self, source: Any, **options: Any) -> Loaded:
         with load_plan(source, self._survey.table, **options) as plan:
-            arena = self.store.arena
-            packed = pack(plan.factors, self._layout, arena.dtype, pin=arena.device.type == "cuda")
+            self._check_plan(plan)
+            packed = self.store.pack(
+                plan.factors,
+                saved=plan.saved,
+                tokens=plan.tokens,
+                invocation=plan.invocation,
+                vocab_size=plan.vocab_size,
+            )
+            self._wrap_saved(plan)
             return Loaded(
                 packed,
                 source=plan.source,
@@ -222,6 +242,34 @@ class MultiLora:
                 left_out=plan.left_out,
                 warnings=plan.warnings,
             )
+
+    def _check_plan(self, plan: AdapterPlan) -> None:
+        """Raises: UnsupportedAdapterError, ConfigError for what a checkpoint has and this model cannot serve."""
+        if plan.invocation and (plan.saved or plan.tokens):
+            raise UnsupportedAdapterError(
+                f"{plan.source}: an aLoRA that also saves whole modules or tokens is not served: these have no start."
+            )
+        size = self._base_vocabulary()
+        room = size + self.config.extra_vocab_size
+        if plan.vocab_size is not None and plan.vocab_size > room:
+            raise ConfigError(
+                f"{plan.source}: its vocabulary has {plan.vocab_size} tokens, the model serves {room}. Enable it with "
+                f"extra_vocab_size={plan.vocab_size - size}."
+            )
+
+    def _wrap_saved(self, plan: AdapterPlan) -> None:
+        """Put wrappers around modules that this is the first adapter to save."""
+        owners = {f"{saved.path}.{saved.name}".rpartition(".")[0] for saved in plan.saved}
+        with self._wrapping:
+            for path in owners - set(self._wrappers):
+                self._survey.found[path] = item = saved_layer(self._model, path)
+                self._wrappers |= swap_in({path: item}, self._routing)
+            if plan.vocab_size is not None and self.calls.vocabulary is None:
+                self.calls.vocabulary = Vocabulary(self._base_vocabulary(), self.config.extra_vocab_size)
+
+    def _base_vocabulary(self) -> int:
+        embedding = self._model.get_input_embeddings()
+        return int(getattr(embedding, "num_embeddings", self._model.config.get_text_config().vocab_size))
 
     def reload(self, name: str, source: Any = None, **options: Any) -> LoadReport:
         """Read an adapter again, from `source` or from where it came; see `load`."""
@@ -368,8 +416,6 @@ def _config(config: MultiLoraConfig | None, options: dict[str, Any]) -> MultiLor
         config = MultiLoraConfig(**options)
     elif options:
         raise ConfigError(f"Give config= or single options, not both (got config and {', '.join(options)}).")
-    if config.extra_vocab_size:
-        raise ConfigError("extra_vocab_size: adapters with tokens of their own are not served in this version.")
     return config
 
 

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from .adapters.targets import Target, TargetTable
 from .config import MultiLoraConfig
 from .errors import ConfigError, ModelError, closest
 from .layers import LoraLayer, wrapper_for
+from .layers.linear import LoraHead, LoraLinear
+from .layers.saved import SavedLayer
 from .routing import Routing
 
 # Fused projections whose output rows are plain concatenations: name -> (names of the parts, pattern that the source of
@@ -31,11 +34,14 @@ _WEIGHT_USED = r"(?<!isinstance\()self\.{name}\.weight\b(?!\.(?:dtype|device|sha
 
 @dataclass
 class Found:
-    """One layer that can carry adapters: its wrapper class and every path it has in the model."""
+    """One layer that carries adapters: its wrapper class and every place it has in the model.
+
+    `target` is None for a module that adapters only save whole.
+    """
 
     module: nn.Module
     wrapper: type[LoraLayer]
-    target: Target
+    target: Target | None
     places: list[tuple[nn.Module, str]] = field(default_factory=list)  # (parent, attribute)
 
 
@@ -60,6 +66,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
     aliases: list[tuple[str, str]] = []
     modules = []
     outside = _outside_of_text(model)
+    head = model.get_output_embeddings()
     for path, parent, name, module in _walk(model):
         modules.append(path)
         wrapper = wrapper_for(type(module))
@@ -83,21 +90,46 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
         elif not selected(path, config.target_modules):
             untargeted.add(path)
         else:
+            if module is head and config.extra_vocab_size and issubclass(wrapper, LoraLinear):
+                wrapper = LoraHead
             target = Target(
-                path, wrapper.kind, inside, out, _slices(model, parent, name, out), wrapper.output_scale(module)
+                path,
+                wrapper.kind,
+                inside,
+                out,
+                _slices(model, parent, name, out),
+                wrapper.output_scale(module),
+                transposed=isinstance(module, Conv1D),
+                has_bias=wrapper.kind == "linear" and getattr(module, "bias", None) is not None,
             )
             found[path] = Found(module, wrapper, target, [(parent, name)])
     _check_selection(config, found, refused, modules)
     table = TargetTable(
-        targets={path: item.target for path, item in found.items()},
+        targets={path: item.target for path, item in found.items() if item.target is not None},
         refused=refused,
         untargeted=frozenset(untargeted),
         modules=tuple(modules),
         base_name=getattr(model.config, "_name_or_path", None) or None,
         read_base=functools.partial(_read_base, model),
         prefixes=(*aliases, *_renamed_keys(model)),
+        parameters={name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
+        tied=_tied(model),
     )
     return Survey(found, table)
+
+
+def saved_layer(model: nn.Module, path: str) -> Found:
+    """A module that an adapter saves whole, with every place it has."""
+    module = model.get_submodule(path)
+    places = [(parent, name) for _, parent, name, child in _walk(model) if child is module]
+    return Found(module, SavedLayer, None, places)
+
+
+def _tied(model: nn.Module) -> frozenset[str]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return frozenset(name for group in names.values() if len(group) > 1 for name in group)
 
 
 def swap_in(found: dict[str, Found], routing: Routing) -> dict[str, LoraLayer]:

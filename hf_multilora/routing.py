@@ -8,12 +8,29 @@ a fixed address that `publish` fills outside the graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .errors import RoutingError
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one resident adapter replaces of one module.
+
+    Attributes:
+        slot: the adapter's slot.
+        parameters: name in the module -> the adapter's own tensor (a view of the arena).
+        tokens: of an embedding or a head, ids `[n]` whose rows are replaced and those rows `[n, width]`.
+    """
+
+    slot: int
+    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tokens: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class RowState:
@@ -25,25 +42,53 @@ class RowState:
         touched: sites that any adapter of these rows trained; all other wrappers skip their delta.
         uniform: every row names the same adapter, so that a batch of any size is served (what `set_adapter` or one id
             for all rows asks for).
+        saved: module path -> what the adapters of these rows replace there.
+
+    Attributes:
+        starts: int32 `[rows]`, the token of this forward from which each row's adapter is active; None: the first.
     """
 
-    __slots__ = ("_filled", "memo", "rows", "slots", "tensor", "touched", "uniform")
+    __slots__ = ("_filled", "memo", "rows", "saved", "slots", "starts", "tensor", "tokens", "touched", "uniform")
 
     def __init__(
-        self, slots: tuple[int, ...], device: torch.device, touched: Collection[int], uniform: bool = False
+        self,
+        slots: tuple[int, ...],
+        device: torch.device,
+        touched: Collection[int],
+        uniform: bool = False,
+        saved: Mapping[str, Sequence[Saved]] | None = None,
     ) -> None:
         self.slots = slots
         self.rows = len(slots)
         self.touched = touched
         self.uniform = uniform
+        self.saved = saved or {}
+        self.starts: torch.Tensor | None = None
+        self.tokens = 0
         self.tensor = torch.tensor(slots, dtype=torch.int32).to(device, non_blocking=True)
         self.memo: dict[Any, Any] = {}  # kernels keep here what follows from slots alone (the CPU path's indices)
         self._filled: dict[int, RowState] = {}
 
     def repeated(self, times: int) -> RowState:
         """Each row `times` times in a row, as `repeat_interleave` does for beams and return sequences."""
-        slots = tuple(slot for slot in self.slots for _ in range(times))
-        return RowState(slots, self.tensor.device, self.touched, self.uniform)
+        return self.with_slots(tuple(slot for slot in self.slots for _ in range(times)))
+
+    def with_slots(self, slots: tuple[int, ...]) -> RowState:
+        """The same adapters over other rows."""
+        return RowState(slots, self.tensor.device, self.touched, self.uniform, self.saved)
+
+    def starting(self, starts: Sequence[int], tokens: int) -> RowState:
+        """The same rows, each active from its own one of the next forward's `tokens` tokens on."""
+        state = copy.copy(self)
+        state._filled = {}
+        state.tokens = tokens
+        state.starts = torch.tensor(starts, dtype=torch.int32).to(self.tensor.device, non_blocking=True)
+        return state
+
+    def starts_for(self, tokens: int) -> torch.Tensor:
+        """`starts` as a layer sees them that gets only the last `tokens` tokens of each row (a head often does)."""
+        assert self.starts is not None
+        return self.starts if tokens == self.tokens else (self.starts - (self.tokens - tokens)).clamp(min=0)
 
     def for_shape(self, shape: torch.Size, flat: bool, where: str) -> RowState:
         """The state whose rows fit an input of this shape.
@@ -60,7 +105,9 @@ class RowState:
         if self.uniform:
             state = self._filled.get(first)
             if state is None:
-                state = RowState((self.slots[0],) * first, self.tensor.device, self.touched, True)
+                state = self.with_slots((self.slots[0],) * first)
+                if self.starts is not None:
+                    state.starts, state.tokens = self.starts[:1].expand(first).contiguous(), self.tokens
                 self._filled[first] = state
             return state
         raise RoutingError(

@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..errors import CacheMismatchError
+from .alora import Activated
 
 _KWARGS = ("cache", "past_key_values", "cache_params")
 
@@ -113,7 +114,7 @@ def check_cache(cache: Any, rows: Sequence[Hashable | None], owner: object) -> N
     tag = getattr(cache, "multilora_tag", None)
     if tag is not None and owner is not None and tag.owner is owner:
         return
-    written = _length(cache)
+    written = cached_length(cache)
     if not written:
         return
     before = tag.rows if tag is not None else (None,) * len(rows)
@@ -123,7 +124,7 @@ def check_cache(cache: Any, rows: Sequence[Hashable | None], owner: object) -> N
             "(batch_repeat_interleave, batch_select_indices)."
         )
     for i, (old, new) in enumerate(zip(before, rows, strict=True)):
-        if old != new:
+        if old != new and not (old is None and isinstance(new, Activated) and new.start >= written):
             raise CacheMismatchError(
                 f"Row {i} of the KV cache was written by {_describe(old)}, and would go on under {_describe(new)}. "
                 "Keys and values of one adapter mean nothing to another: pass the same adapter_ids, or start from an "
@@ -145,7 +146,8 @@ def write_tag(cache: Any, rows: Sequence[Hashable | None], owner: object) -> Non
     tagged.multilora_tag = KVTag(rows, owner)
 
 
-def _length(cache: Any) -> int:
+def cached_length(cache: Any) -> int:
+    """Tokens that a cache holds; 1 where it does not say."""
     try:
         return int(cache.get_seq_length())
     except (AttributeError, ValueError, TypeError):
@@ -156,6 +158,8 @@ def _length(cache: Any) -> int:
 def _describe(tag: Hashable | None) -> str:
     if tag is None:
         return "the base model"
+    if isinstance(tag, Activated):
+        return f"{_describe(tag.tag)} from token {tag.start} on"
     label, version = tag if isinstance(tag, tuple) else (tag, None)
     if isinstance(version, tuple) and all(isinstance(part, int) for part in version):
         return f"adapter {label!r} (generation {version[-1]})"

@@ -9,26 +9,33 @@ spans the forward.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..errors import ModelError, RoutingError
+from ..memory.arena import Arena
 from ..memory.lease import Lease, label_of
 from ..memory.store import AdapterStore
-from ..routing import Routing, RowState, Unrouted
-from .cache import check_cache, find_cache, write_tag
+from ..routing import Routing, RowState, Saved, Unrouted
+from .alora import Activated, invocations
+from .cache import cached_length, check_cache, find_cache, write_tag
 from .ids import Key, names_of, to_keys
+from .logits import Vocabulary
 
 _ROW_ARGUMENTS = (
     "inputs", "input_ids", "inputs_embeds", "input_features", "input_values", "decoder_input_ids",
     "decoder_inputs_embeds", "attention_mask", "encoder_outputs", "pixel_values",
 )  # fmt: skip
+
+
+T = TypeVar("T")
 
 
 def batch_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
@@ -43,45 +50,156 @@ def batch_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
     return None
 
 
-class Call:
-    """One call: its lease, and the rows that its forwards run at present (prompts, then beams)."""
+def token_ids(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The token ids `[rows, tokens]` that a forward was given, or None."""
+    for value in (kwargs.get("input_ids"), *args[:1]):
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            return value
+    return None
 
-    def __init__(self, lease: Lease | None, state: RowState | None, tags: tuple[Hashable | None, ...], uniform: bool):
-        self.lease = lease
-        self.prompt = self.state = state
-        self.prompt_tags = self._tags = tags
+
+class Call:
+    """One call: its lease, and the rows that its forwards run at present (prompts, then beams).
+
+    Attributes:
+        state, tags: slots and KV tags of the rows, None and all None for the base.
+        vocabulary: each row's own vocabulary size, None for the base's.
+        invocation: each row's aLoRA tokens; None where no row has any.
+        prompt: length of the prompt and each row's start in it, once `invoke` has seen it.
+    """
+
+    def __init__(self, keys: Sequence[Key | None], lease: Lease | None, arena: Arena, uniform: bool) -> None:
         self.uniform = uniform
+        self.lease = lease
         self.token = object()  # marks the caches that this call writes
+        self.state: RowState | None = None
+        self.row_tags: tuple[Hashable | None, ...] = (None,) * len(keys)
+        self.vocabulary: tuple[int | None, ...] = (None,) * len(keys)
+        self.invocation: tuple[tuple[int, ...], ...] | None = None
+        self.prompt: tuple[int, tuple[int, ...]] | None = None
+        self.prompt_seen = False  # generate() has shown its prompts to `invoke` and to the vocabulary check
+        if lease is not None:
+            slots = tuple(-1 if key is None else lease.slots[key] for key in keys)
+            self.state = RowState(slots, arena.device, lease.touched, uniform, saved_by(lease, arena))
+            self.row_tags = tuple(None if key is None else (label_of(key), lease.tags[key]) for key in keys)
+            extras = [None if key is None else lease.extras[key] for key in keys]
+            self.vocabulary = tuple(None if extra is None else extra.vocab_size for extra in extras)
+            tokens = tuple(() if extra is None else extra.invocation for extra in extras)
+            self.invocation = tokens if any(tokens) else None
+        self._origin: Call | None = None  # as it was before generate() began
 
     def inherit(self) -> Call:
         """A nested call over the same rows and the same lease."""
-        return Call(self.lease, self.state, self._tags, self.uniform)
+        twin = copy.copy(self)
+        twin.token, twin._origin = object(), None
+        return twin
 
-    def expand(self, times: int, rows: int | None) -> None:
-        """From now on every prompt row runs `times` times, in `rows` rows altogether.
+    def begin(self, input_ids: torch.Tensor | None, times: int, rows: int | None) -> None:
+        """generate() begins: from now on every prompt row runs `times` times, in `rows` rows altogether.
+
+        A generate() that hands over to another one begins twice, each time from the prompts.
+
+        Args:
+            input_ids: the prompts, before they are repeated; None where they are embeddings.
 
         Raises:
-            RoutingError: the prompts are not as many as the ids.
+            RoutingError: the prompts are not as many as the ids, or cannot invoke an aLoRA.
         """
-        if rows is not None and not self.uniform and rows != times * len(self.prompt_tags):
+        origin = self._origin or copy.copy(self)
+        self.__dict__.update({**origin.__dict__, "_origin": origin, "token": self.token})
+        if rows is not None and not self.uniform and rows != times * len(self.row_tags):
             raise RoutingError(
-                f"adapter_ids names {len(self.prompt_tags)} prompt rows, but there are {rows // times} prompts. "
+                f"adapter_ids names {len(self.row_tags)} prompt rows, but there are {rows // times} prompts. "
                 "Pass one id per prompt row."
             )
-        self._tags = tuple(tag for tag in self.prompt_tags for _ in range(times))
-        self.state = self.prompt.repeated(times) if self.prompt is not None and times > 1 else self.prompt
+        self.invoke(input_ids)
+        self.prompt_seen = True
+        if times == 1:
+            return
+
+        def repeated(values: tuple[T, ...]) -> tuple[T, ...]:
+            return tuple(value for value in values for _ in range(times))
+
+        self.row_tags, self.vocabulary = repeated(self.row_tags), repeated(self.vocabulary)
+        self.state = self.state.repeated(times) if self.state is not None else None
+        if self.prompt is not None:
+            self.prompt = (self.prompt[0], repeated(self.prompt[1]))
+
+    def invoke(self, input_ids: torch.Tensor | None, past: int = 0, before: Sequence[Hashable | None] = ()) -> None:
+        """Find the invocation tokens of aLoRAs in `input_ids` `[rows, tokens]`; rows without them become the base.
+
+        Args:
+            past: tokens that a cache holds before these.
+            before: tags of that cache's rows; who was invoked there stays so.
+
+        Raises:
+            RoutingError: the prompts are embeddings, which hold no tokens to find.
+        """
+        if self.invocation is None or self.state is None:
+            return
+        if input_ids is None or input_ids.dim() != 2 or not input_ids.shape[1]:
+            raise RoutingError(
+                "An aLoRA is invoked by tokens of the prompt, so that it needs input_ids (no embeddings)."
+            )
+        rows, wanted, tags, state = input_ids.shape[0], self.invocation, self.row_tags, self.state
+        if self.uniform:  # rows of one adapter, each with a start of its own
+            wanted, tags, state = wanted[:1] * rows, tags[:1] * rows, state.with_slots(state.slots[:1] * rows)
+            self.vocabulary, self.uniform, state.uniform = self.vocabulary[:1] * rows, False, False
+        starts = [None if start is None else start + past for start in invocations(input_ids, wanted)]
+        for row, old in enumerate(before):
+            if isinstance(old, Activated) and wanted[row] and old.tag == tags[row]:
+                starts[row] = old.start
+        self.state = state.with_slots(
+            tuple(-1 if start is None else slot for slot, start in zip(state.slots, starts, strict=True))
+        )
+        self.row_tags = tuple(
+            None if start is None else Activated(tag, start) if tokens else tag
+            for tag, start, tokens in zip(tags, starts, wanted, strict=True)
+        )
+        self.prompt = (
+            past + input_ids.shape[1],
+            tuple(start if start and tokens else 0 for start, tokens in zip(starts, wanted, strict=True)),
+        )
+
+    def state_for(self, tokens: int, past: int) -> RowState | None:
+        """The rows' state for a forward of `tokens` tokens after `past` cached ones."""
+        if self.prompt is None or self.state is None:
+            return self.state
+        starts = [max(start - past, 0) for start in self.prompt[1]]
+        if past + tokens >= self.prompt[0] and past:
+            self.prompt = None if self.prompt_seen else self.prompt
+        return self.state.starting(starts, tokens) if any(starts) else self.state
 
     def check_rows(self, rows: int | None) -> None:
         """Raises: RoutingError where a batch of `rows` rows is not what the ids are for."""
-        if rows is not None and not self.uniform and rows != len(self._tags):
+        if rows is not None and not self.uniform and rows != len(self.row_tags):
             raise RoutingError(
-                f"The batch has {rows} rows, but adapter_ids names {len(self._tags)}. Pass one id per row, or one "
+                f"The batch has {rows} rows, but adapter_ids names {len(self.row_tags)}. Pass one id per row, or one "
                 "(a string) for all rows."
             )
 
     def tags(self, rows: int | None) -> tuple[Hashable | None, ...]:
         """Who writes each row of a cache."""
-        return self._tags[:1] * rows if self.uniform and rows is not None else self._tags
+        return self.row_tags[:1] * rows if self.uniform and rows is not None else self.row_tags
+
+
+def saved_by(lease: Lease, arena: Arena) -> dict[str, list[Saved]]:
+    """What the adapters of a lease replace, by module path."""
+    found: dict[str, dict[int, tuple[dict[str, torch.Tensor], Any]]] = {}
+    for key, extras in lease.extras.items():
+        slot = lease.slots[key]
+        for path, parameters in extras.saved.items():
+            for name, where in parameters.items():
+                owner, _, attribute = f"{path}.{name}".rpartition(".")
+                at = found.setdefault(owner, {}).setdefault(slot, ({}, None))
+                at[0][attribute] = arena.view(slot, where)
+        for path, (ids, rows) in extras.tokens.items():
+            parameters, _ = found.setdefault(path, {}).get(slot, ({}, None))
+            found[path][slot] = (parameters, (arena.view(slot, ids), arena.view(slot, rows)))
+    return {
+        path: [Saved(slot, parameters, tokens) for slot, (parameters, tokens) in slots.items()]
+        for path, slots in found.items()
+    }
 
 
 class _Gate:
@@ -145,6 +263,7 @@ class Calls:
         self._default: Key | None = None
         self._current: ContextVar[Call | None] = ContextVar("hf_multilora_call", default=None)
         self._gate = _Gate()
+        self.vocabulary: Vocabulary | None = None  # where adapters may own tokens
         self._runner: int | None = None  # the thread inside a forward; written under the lock
         self._users: set[int] = set()  # threads inside a `use` block, which hold the lock
         self._stream: torch.cuda.Stream | None = None
@@ -188,7 +307,7 @@ class Calls:
         with self._gate.through(nested=self._current.get() is not None):
             lease = self.store.acquire(distinct, block=block) if distinct else None
             try:
-                call = self._call(lease, keys, uniform)
+                call = Call(keys, lease, self.store.arena, uniform)
                 token = self._current.set(call)
                 try:
                     yield call
@@ -209,14 +328,6 @@ class Calls:
             raise ModelError(f"The model cannot be {what} from inside of one of its calls. Let the call end first.")
         with self._gate.closed(), self.lock:
             yield
-
-    def _call(self, lease: Lease | None, keys: list[Key | None], uniform: bool) -> Call:
-        if lease is None:
-            return Call(None, None, (None,) * len(keys), uniform)
-        slots = tuple(-1 if key is None else lease.slots[key] for key in keys)
-        state = RowState(slots, self.store.arena.device, lease.touched, uniform)
-        tags = tuple(None if key is None else (label_of(key), lease.tags[key]) for key in keys)
-        return Call(lease, state, tags, uniform)
 
     @contextmanager
     def inherited(self) -> Iterator[Call | None]:
@@ -243,7 +354,7 @@ class Calls:
             self._users.add(me)
             self.routing.seen = 0
             try:
-                with self._published(call, running=False):
+                with self._published(call, call.state, running=False):
                     yield
             finally:
                 if outermost:
@@ -269,16 +380,39 @@ class Calls:
         rows = batch_rows(args, kwargs)
         if call is not None:
             call.check_rows(rows)
+        if self.vocabulary is not None and (call is None or not call.prompt_seen):
+            self.vocabulary.check(token_ids(args, kwargs), call.vocabulary if call is not None else ())
         with self.lock:
+            state = call.state if call is not None else None
+            past = 0
+            if call is not None and call.invocation is not None:
+                past = cached_length(cache) if cache is not None else 0
+                call, state = self._invoked(call, args, kwargs, cache, past)
             if cache is not None:
                 check_cache(cache, self._tags(call, cache, rows), call and call.token)
-            with self._published(call):
+            with self._published(call, state):
                 output = fn(*args, **kwargs)
             if call is not None:
                 cache = cache if cache is not None else find_cache({}, output)
                 if cache is not None:
                     write_tag(cache, call.tags(rows), call.token)
             return output
+
+    def _invoked(
+        self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], cache: Any, past: int
+    ) -> tuple[Call, RowState | None]:
+        """The call and its state for one forward, where a row is under an aLoRA."""
+        ids = token_ids(args, kwargs)
+        if not call.prompt_seen:  # a plain forward is its own prompt
+            tag = getattr(cache, "multilora_tag", None)
+            token, call = call.token, call.inherit()
+            call.token = token
+            call.invoke(ids, past, tag.rows if tag is not None and past else ())
+        if ids is None:
+            raise RoutingError(
+                "An aLoRA is invoked by tokens of the prompt, so that it needs input_ids (no embeddings)."
+            )
+        return call, call.state_for(ids.shape[-1], past)
 
     @staticmethod
     def _tags(call: Call | None, cache: Any, rows: int | None) -> tuple[Hashable | None, ...]:
@@ -290,12 +424,11 @@ class Calls:
     @contextmanager
     def published(self, call: Call | None) -> Iterator[None]:
         """The rows of `call` in force, for parts of the model that run outside of its forward (an encoder)."""
-        with self.lock, self._published(call):
+        with self.lock, self._published(call, call.state if call is not None else None):
             yield
 
     @contextmanager
-    def _published(self, call: Call | None, running: bool = True) -> Iterator[None]:
-        state = call.state if call is not None else None
+    def _published(self, call: Call | None, state: RowState | None, running: bool = True) -> Iterator[None]:
         if state is not None:
             if self._training():
                 raise ModelError(

@@ -9,12 +9,17 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.utils import logging
 
 from ..errors import ModelError, RoutingError
 from .calls import batch_rows
 from .ids import one_of, to_keys
+from .logits import AdapterVocabularyLogitsProcessor
 from .waves import plan_waves, refuse_waves, run_waves
 from .words import AdapterWords
+
+logger = logging.get_logger(__name__)
 
 
 class MultiLoraMixin(AdapterWords):
@@ -47,12 +52,30 @@ class MultiLoraMixin(AdapterWords):
 
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._expand_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
-        call = self.multilora.calls.current()
+        calls = self.multilora.calls
+        call = calls.current()
         if call is not None:
+            ids = kwargs.get("input_ids")
+            if calls.vocabulary is not None and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
+                calls.vocabulary.check(ids, call.vocabulary)
+            if call.invocation is not None and self.config.is_encoder_decoder:  # type: ignore[attr-defined]
+                raise RoutingError("aLoRA adapters are served in decoder-only models.")
             times = kwargs.get("expand_size", args[0] if args else 1)
-            rows = result[0].shape[0] if result[0] is not None else None
-            call.expand(times, rows)
+            call.begin(ids, times, result[0].shape[0] if result[0] is not None else None)
         return result
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+        processors = super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
+        calls = self.multilora.calls
+        call = calls.current()
+        if call is not None and call.invocation is not None and any(map(_is_guidance, processors)):
+            raise RoutingError("guidance_scale runs prompts of its own, in which an aLoRA cannot be invoked.")
+        if call is None or calls.vocabulary is None:
+            return processors
+        own = AdapterVocabularyLogitsProcessor(calls.vocabulary.sizes(call.vocabulary))
+        # Guidance turns -inf into NaN, which processors after it would rank first: mend that at once, and at the end.
+        mended = [p for q in processors for p in ([q, own] if _is_guidance(q) else [q])]
+        return type(processors)([*mended, own])
 
     def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         with self.multilora.calls.published(self.multilora.calls.current()):
@@ -130,7 +153,15 @@ class MultiLoraGenerationMixin(MultiLoraMixin):
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
 
 
+def _is_guidance(processor: Any) -> bool:
+    return isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
 def _compiled_forward(model: MultiLoraMixin, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    call = model.multilora.calls.current()
+    if call is not None and call.state is not None and call.state.saved:
+        logger.warning_once("An adapter of this batch saves whole modules: decoding is not compiled for it.")
+        return model(*args, **kwargs)
     return model.multilora.calls.forward(compiled, args, kwargs)
 
 
@@ -143,7 +174,7 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             return fn(*args, **kwargs)
     if ids is None:
         ids = calls.default
-    if ids is None:
+    if ids is None and calls.vocabulary is None:
         return fn(*args, **kwargs)
     if len(args) > 1:  # what decides about waves is looked up by name
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -151,7 +182,7 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         args = args[:1]
     rows = batch_rows(args, kwargs)
     if rows is None:
-        rows = 1 if isinstance(ids, (str, dict, tuple)) else len(ids)
+        rows = 1 if ids is None or isinstance(ids, (str, dict, tuple)) else len(ids)
     keys, _ = to_keys(ids, rows)
     if kwargs.get("cache_implementation") == "paged" and any(key is not None for key in keys):
         raise RoutingError('cache_implementation="paged" does not carry adapter ids in this version.')

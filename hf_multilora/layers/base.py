@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..routing import Routing, Unrouted
+from ..errors import RoutingError
+from ..routing import Routing, RowState, Unrouted
 
 # What accelerate puts on a module that it hooks. It stays on the base layer: a wrapper that seemed to be hooked would
 # be handed the base's own forward as "the old one", and the adapters would be lost without a word.
@@ -104,13 +105,28 @@ class LoraLayer(nn.Module):
             flat: whether the first dimension of `x` may count tokens of a batch that was flattened row by row.
         """
         routing = self._routing
-        state = routing.state
-        if isinstance(state, Unrouted):
-            raise state.error(self._path)
+        state = self._state()
         if torch.compiler.is_compiling():
+            if state is not None and state.starts is not None:
+                raise RoutingError(
+                    f"{self._path}: an aLoRA is invoked inside of a compiled forward, which serves none."
+                )
             return self._op(y, x, routing.static, routing.compiled_rows(x.shape, flat, self._path))
         if state is None or self._sites.isdisjoint(state.touched):
             return y
         if x.shape[0] != state.rows:
             state = state.for_shape(x.shape, flat, self._path)
-        return self._op(y, x, state.tensor, state.rows, state.memo)
+        if state.starts is None:
+            return self._op(y, x, state.tensor, state.rows, state.memo)
+        return self._op(y, x, state.tensor, state.rows, state.memo, state.starts_for(self._tokens(x, state.rows)))
+
+    def _state(self) -> RowState | None:
+        """The state in force, or None where every row is the base."""
+        state = self._routing.state
+        if isinstance(state, Unrouted):
+            raise state.error(self._path)
+        return state
+
+    def _tokens(self, x: torch.Tensor, rows: int) -> int:
+        """Tokens of each row in `x`."""
+        return x.shape[:-1].numel() // rows

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from ..errors import RoutingError
-from ..routing import Unrouted
 from .base import LoraLayer
 from .registry import register_layer
+from .saved import refuse_compiled, run_with, select
 
 
 @register_layer(nn.Embedding)
@@ -23,6 +23,7 @@ class LoraEmbedding(LoraLayer):
     """
 
     kind = "embedding"
+    extra = 0  # ids beyond the base's table that adapters may own
 
     @classmethod
     def dimensions(cls, base: nn.Module) -> tuple[int, int]:
@@ -39,19 +40,45 @@ class LoraEmbedding(LoraLayer):
         return cls.scale * float(scale.to(base.weight.dtype))  # type: ignore[arg-type]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        y = self.base_layer.forward(ids)
+        known = ids if not self.extra else torch.where(ids < self.num_embeddings, ids, 0)
+        y = self.base_layer.forward(known)
         routing = self._routing
-        state = routing.state
-        if state is None:
+        if routing.state is None:
             return y
-        if isinstance(state, Unrouted):
-            raise state.error(self._path)
-        if not torch.compiler.is_compiling() and self._sites.isdisjoint(state.touched):
+        state = self._state()
+        touched = torch.compiler.is_compiling() or not self._sites.isdisjoint(state.touched)  # type: ignore[union-attr]
+        if not touched and self._path not in state.saved:  # type: ignore[union-attr]
             return y
         if ids.dim() != 2:
             if not routing.uniform:
                 raise RoutingError(f"{self._path}: ids of shape {tuple(ids.shape)} cannot be mapped to rows.")
         elif ids.shape[0] == 1 and not routing.uniform:
-            ids = ids.expand(routing.rows, -1).contiguous()
+            ids, known = (t.expand(routing.rows, -1).contiguous() for t in (ids, known))
             y = y.expand(routing.rows, -1, -1).contiguous()
-        return self._delta(y, ids, False)
+        return self._replaced(self._delta(y, known, False), ids)
+
+    def _tokens(self, x: torch.Tensor, rows: int) -> int:
+        return x.numel() // rows
+
+    def _replaced(self, y: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """`y` with the rows of adapters that saved the table, or some of its rows, looked up in their own."""
+        state = self._state()
+        if state is None or self._path not in state.saved:
+            return y
+        refuse_compiled(self._path)
+        if ids.shape[0] != state.rows:
+            state = state.for_shape(ids.shape, False, self._path)
+        for saved in state.saved[self._path]:
+            own = y
+            if saved.parameters:
+                table = saved.parameters["weight"]
+                # Ids of other rows may lie beyond this table; what they find here is not selected.
+                own = run_with(self.base_layer, saved, (ids.clamp(max=table.shape[0] - 1),), {})
+            if saved.tokens is not None:
+                chosen, vectors = saved.tokens
+                match = ids[..., None] == chosen
+                scale = self.output_scale(self.base_layer)
+                found = vectors[match.int().argmax(-1)].to(own.dtype)
+                own = torch.where(match.any(-1, keepdim=True), found if scale == 1.0 else found * scale, own)
+            y = select(state, saved.slot, own, y)
+        return y

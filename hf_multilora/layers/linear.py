@@ -6,10 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from .base import LoraLayer
 from .registry import register_layer
+from .saved import refuse_compiled, run_with, select, widened
 
 
 @register_layer(nn.Linear, Conv1D)
@@ -38,4 +40,36 @@ class LoraLinear(LoraLayer):
         y = self.base_layer.forward(x, *args, **kwargs)
         if self._routing.state is None:
             return y
-        return self._delta(y, x, x.dim() == 2)
+        return self._replaced(self._delta(y, x, x.dim() == 2), x)
+
+    def _replaced(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """`y` with the rows of adapters that saved this layer, or some of its rows, computed with their own."""
+        state = self._state()
+        if state is None or self._path not in state.saved:
+            return y
+        refuse_compiled(self._path)
+        if x.shape[0] != state.rows:
+            state = state.for_shape(x.shape, x.dim() == 2, self._path)
+        for saved in state.saved[self._path]:
+            own = run_with(self.base_layer, saved, (x,), {}) if saved.parameters else y
+            if saved.tokens is not None:
+                ids, rows = saved.tokens
+                own = own.index_copy(-1, ids, F.linear(x, rows.to(x.dtype)).to(own.dtype))
+            y = select(state, saved.slot, own, y)
+        return y
+
+
+class LoraHead(LoraLinear):
+    """An output embedding whose logits have room for adapters' own tokens: `extra` columns more than the base's.
+
+    Columns that are not in a row's vocabulary are -inf.
+    """
+
+    extra = 0
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y = self.base_layer.forward(x, *args, **kwargs)
+        width = y.shape[-1] + self.extra
+        if self._routing.state is None:
+            return widened(y, width)
+        return self._replaced(widened(self._delta(y, x, x.dim() == 2), width), x)
