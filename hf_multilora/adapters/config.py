@@ -36,6 +36,7 @@ class AdapterSpec:
     Args:
         r, alpha: defaults for modules without a pattern of their own.
         use_rslora: alpha / sqrt(r) instead of alpha / r.
+        use_dora, lora_bias: whether modules have a magnitude, or a bias of B; the tensors decide.
         rank_pattern, alpha_pattern: per-module exceptions.
         target_modules, exclude_modules, layers_to_transform, layers_pattern: which modules PEFT wrapped in training.
         modules_to_save: modules that the adapter claims to replace as a whole.
@@ -47,6 +48,8 @@ class AdapterSpec:
     r: int = 8
     alpha: float = 8
     use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
     rank_pattern: PatternTable = field(default_factory=lambda: PatternTable({}))
     alpha_pattern: PatternTable = field(default_factory=lambda: PatternTable({}))
     target_modules: str | tuple[str, ...] | None = None
@@ -129,6 +132,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> AdapterSpec:
         r=int(rank),
         alpha=_number(config, "lora_alpha", 8, where),
         use_rslora=_flag(config, "use_rslora", where),
+        use_dora=_flag(config, "use_dora", where),
+        lora_bias=_flag(config, "lora_bias", where),
         rank_pattern=PatternTable(ranks, f"{where}: rank_pattern"),
         alpha_pattern=PatternTable(_patterns(config, "alpha_pattern", where), f"{where}: alpha_pattern"),
         target_modules=_selector(config, "target_modules", where),

@@ -1,41 +1,59 @@
 """A checkpoint's pair of factors -> factors of the model's sites, whichever of the two fuses its projections.
 
 A fused adapter on separate layers: every part keeps the one A, and takes its rows of B. A separate adapter on a fused
-layer trains one slice of it. A fused adapter on a fused layer gives each slice its rows of B.
+layer trains one slice of it. A fused adapter on a fused layer gives each slice its rows of B. A magnitude of DoRA and
+the bias of B go with B's rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError
+from .base import Base
 from .checkpoint import Checkpoint, TensorInfo, TensorRef
 from .config import AdapterSpec
+from .dora import gain_of, shift_of
 from .keys import Key
-from .plan import Factor
+from .plan import Factor, Readable
 from .targets import Part, TargetTable, is_head
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The factors that a checkpoint holds for one module, named `trained` there and `path` in the model."""
+    """The factors that a checkpoint holds for one module, named `trained` there and `path` in the model.
+
+    Beside them, where it has them: the magnitude of DoRA, and the bias of B.
+    """
 
     trained: str
     path: str
     a: Key
     b: Key
+    magnitude: Key | None = None
+    b_bias: Key | None = None
 
 
 def to_factors(
-    pair: Pair, parts: tuple[Part, ...], checkpoint: Checkpoint, spec: AdapterSpec, table: TargetTable
+    pair: Pair,
+    parts: tuple[Part, ...],
+    checkpoint: Checkpoint,
+    spec: AdapterSpec,
+    base: Base,
+    biases: Mapping[tuple[str, int], Readable],
 ) -> list[Factor]:
     """Check one pair's shapes and spread it over the sites of `parts`.
+
+    Args:
+        biases: site -> the adapter's own bias there.
 
     Raises:
         AdapterFormatError: not a pair of LoRA factors, or not of the config's rank.
         AdapterMatchError: shapes that do not fit the model's layer.
         UnsupportedAdapterError: shapes of another vocabulary.
     """
+    table = base.table
     a, b = checkpoint.infos[pair.a.name], checkpoint.infos[pair.b.name]
     for key, info in ((pair.a, a), (pair.b, b)):
         _check_matrix(key, info, checkpoint.where)
@@ -43,20 +61,35 @@ def to_factors(
     target = table.targets[parts[0].path]
     _check_kind(pair, target.kind, checkpoint.where)
     _check_shapes(pair, a.shape, b.shape, target.in_features, parts[-1].stop, table, checkpoint.where)
+    for vector in (pair.magnitude, pair.b_bias):
+        if vector is not None:
+            _check_vector(vector, checkpoint.infos[vector.name], parts[-1].stop, checkpoint.where)
     name = _checked_name(pair, rank, spec, checkpoint.where)
     scaling = spec.scaling(name, rank)
-    return [
-        Factor(
-            path=part.path,
-            slice=part.slice,
-            kind=target.kind,
-            rank=rank,
-            scaling=scaling * table.targets[part.path].scale,
-            a=TensorRef(checkpoint, pair.a.name),
-            b=TensorRef(checkpoint, pair.b.name, None if len(parts) == 1 else (part.start, part.stop)),
+    factors = []
+    for part in parts:
+        rows = None if len(parts) == 1 else (part.start, part.stop)
+        ref_a, ref_b = TensorRef(checkpoint, pair.a.name), TensorRef(checkpoint, pair.b.name, rows)
+        gain = None
+        if pair.magnitude is not None:
+            magnitude = TensorRef(checkpoint, pair.magnitude.name, rows)
+            gain = gain_of(base, part, magnitude, ref_a, ref_b, scaling, pair.magnitude.name)
+        b_bias = None if pair.b_bias is None else TensorRef(checkpoint, pair.b_bias.name, rows)
+        new_bias = biases.get((part.path, part.slice))
+        factors.append(
+            Factor(
+                path=part.path,
+                slice=part.slice,
+                kind=target.kind,
+                rank=rank,
+                scaling=scaling * table.targets[part.path].scale,
+                a=ref_a,
+                b=ref_b,
+                gain=gain,
+                shift=shift_of(base, part, gain=gain, new_bias=new_bias, b_bias=b_bias, scaling=scaling),
+            )
         )
-        for part in parts
-    ]
+    return factors
 
 
 def _check_matrix(key: Key, info: TensorInfo, where: str) -> None:
@@ -72,6 +105,13 @@ def _check_matrix(key: Key, info: TensorInfo, where: str) -> None:
             f"{where}: {key.name} has the shape {info.shape}: factors of a convolution (or of PEFT 0.2's "
             "MergedLinear), which are not served."
         )
+
+
+def _check_vector(key: Key, info: TensorInfo, width: int, where: str) -> None:
+    if not info.dtype.is_floating_point:
+        raise AdapterFormatError(f"{where}: {key.name} has the dtype {info.dtype}: expected floating-point numbers.")
+    if info.shape != (width,):
+        raise AdapterMatchError(f"{where}: {key.name} has the shape {info.shape}, the layer needs {(width,)}.")
 
 
 def _check_kind(pair: Pair, kind: str, where: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 # Decide the mathematics, or which modules were trained; AdapterSpec carries them.
 HONOURED = (
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "modules_to_save", "bias", "init_lora_weights",
+    "layers_to_transform", "layers_pattern", "modules_to_save", "bias", "init_lora_weights", "use_dora", "lora_bias",
 )  # fmt: skip
 
 # Say where an adapter comes from.
@@ -41,9 +41,7 @@ _MEANWHILE = "Load it with PEFT meanwhile."
 
 # Change the mathematics and are not served: name -> what it is, and the next step.
 REFUSED = {
-    "use_dora": f"DoRA (weight-decomposed LoRA) is not served yet. {_MEANWHILE}",
     "bias": "the adapter replaces biases of the base, which is not served yet; train with bias='none'.",
-    "lora_bias": "B carries a bias, which is not served yet; train with lora_bias=false.",
     "alora_invocation_tokens": "activated LoRA (aLoRA), active only after a token sequence, is not served yet. "
     + _MEANWHILE,
     "target_parameters": f"LoRA on parameters (the stacked weights of MoE experts) is not served yet. {_MEANWHILE}",

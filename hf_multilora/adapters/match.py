@@ -10,6 +10,7 @@ from ..errors import (
     UnsupportedAdapterError,
     closest,
 )
+from .base import Base
 from .checkpoint import Checkpoint, TensorRef
 from .config import AdapterSpec
 from .convert import Pair, to_factors
@@ -23,12 +24,13 @@ __all__ = ["AdapterPlan", "Factor", "TensorRef", "match"]
 
 # Roles that are understood and not served: role -> what they are.
 _REFUSED = {
-    "bias_B": "a bias of B (lora_bias)",
-    "dora": "the magnitude of DoRA",
     "kasa": "the singular values of KaSA",
     "adalora": "the singular values of AdaLoRA",
     "tokens": "rows of the embedding (trainable_token_indices)",
 }
+
+# What a module may have beside its two factors: role -> what it is.
+_COMPANIONS = {"dora": "the magnitude of DoRA", "bias_B": "the bias of B"}
 
 
 def match(
@@ -57,7 +59,7 @@ def match(
     where = checkpoint.where
     keys = parse_keys(checkpoint.infos, where)
     _check_roles(keys, where)
-    modules = _group(keys, where)
+    modules, disagreements = _group(keys, spec, where)
     others = [key for key in keys if key.role in ("base", "param")]
     renaming = find_renaming(modules, (key.path for key in others), table, where)
     placed, outside = _place(modules, renaming, table, where)
@@ -69,8 +71,9 @@ def match(
     if not placed:
         raise AdapterMatchError(f"{where}: every trained module was left out by target_modules: {_some(outside)}.")
 
+    base = Base(table, where)
     factors = [
-        factor for pair in placed for factor in to_factors(pair, table.parts[pair.path], checkpoint, spec, table)
+        factor for pair in placed for factor in to_factors(pair, table.parts[pair.path], checkpoint, spec, base, {})
     ]
     factors.sort(key=lambda factor: table.position[factor.path, factor.slice])
     _check_once(factors, placed, table, where)
@@ -91,7 +94,7 @@ def match(
         checkpoint=checkpoint,
         ignored=ignored,
         left_out=left_out,
-        warnings=[*spec.warnings, *warnings],
+        warnings=[*spec.warnings, *disagreements, *warnings],
     )
 
 
@@ -108,28 +111,52 @@ def _check_roles(keys: list[Key], where: str) -> None:
         raise AdapterFormatError(f"{where}: holds no LoRA factors (lora_A, lora_B) among {len(keys)}: {names}.{hint}")
 
 
-def _group(keys: list[Key], where: str) -> dict[str, dict[str, Key]]:
-    """Trained module path -> its factors by role."""
+def _group(keys: list[Key], spec: AdapterSpec, where: str) -> tuple[dict[str, dict[str, Key]], list[str]]:
+    """Trained module path -> its factors, and what goes with them, by role; and warnings."""
     modules: dict[str, dict[str, Key]] = {}
     for key in keys:
-        if key.role not in FACTORS:
+        if key.role not in FACTORS and key.role not in _COMPANIONS:
             continue
         roles = modules.setdefault(key.path, {})
         if key.role in roles:
             raise AdapterFormatError(f"{where}: {roles[key.role].name} and {key.name} mean the same factor.")
         roles[key.role] = key
     for path, roles in modules.items():
-        wanted = ("embedding_A", "embedding_B") if "embedding_A" in roles or "embedding_B" in roles else ("A", "B")
-        if len(roles) > 2 or (len(roles) == 2 and set(roles) != set(wanted)):
-            raise AdapterFormatError(f"{where}: {path!r} has the factors {sorted(roles)}, which do not go together.")
+        factors = sorted(FACTORS.intersection(roles))
+        wanted = ("embedding_A", "embedding_B") if factors and "embedding" in factors[0] else ("A", "B")
+        if len(factors) > 2 or (len(factors) == 2 and tuple(factors) != wanted):
+            raise AdapterFormatError(f"{where}: {path!r} has the factors {factors}, which do not go together.")
         for role in wanted:
             if role not in roles:
-                (only,) = roles.values()
                 raise AdapterFormatError(
-                    f"{where}: {only.name} has no lora_{role} beside it. A missing factor is never taken as zero: the "
-                    "file is incomplete, copy or download it again."
+                    f"{where}: {next(iter(roles.values())).name} has no lora_{role} beside it. A missing factor is "
+                    "never taken as zero: the file is incomplete, copy or download it again."
                 )
-    return modules
+    warnings = [
+        *_check_companions("dora", spec.use_dora, "use_dora", modules, where),
+        *_check_companions("bias_B", spec.lora_bias, "lora_bias", modules, where),
+    ]
+    for path, roles in modules.items():
+        if len(_COMPANIONS.keys() & roles.keys()) == 2:
+            raise UnsupportedAdapterError(
+                f"{where}: {path!r} has both a magnitude (DoRA) and a bias of B (lora_bias): PEFT trains no such "
+                "adapter, and does not say what it would compute."
+            )
+    return modules, warnings
+
+
+def _check_companions(role: str, said: bool, name: str, modules: dict[str, dict[str, Key]], where: str) -> list[str]:
+    """Compare what the config says with the tensors, which decide; a tensor that is missing is an error."""
+    have = [path for path, roles in modules.items() if role in roles]
+    lack = {path: None for path, roles in modules.items() if role not in roles}
+    if have and not said:
+        return [f"the config says {name}=false, and {len(have)} modules have {_COMPANIONS[role]}: it counts."]
+    if lack and (said or have):
+        raise AdapterFormatError(
+            f"{where}: {name}=true, and {len(lack)} of {len(modules)} trained modules have no tensor of "
+            f"{_COMPANIONS[role]}: {_some(lack)}. The file is incomplete, copy or download it again."
+        )
+    return []
 
 
 def _place(
@@ -142,8 +169,8 @@ def _place(
     for trained, roles in modules.items():
         path = renaming.names[trained]
         if path in table.parts:
-            a, b = (roles[role] for role in sorted(roles))
-            placed.append(Pair(trained, path, a, b))
+            a, b = (roles[role] for role in sorted(FACTORS.intersection(roles)))
+            placed.append(Pair(trained, path, a, b, roles.get("dora"), roles.get("bias_B")))
         elif path in table.left_out:
             outside[path] = trained
         else:

@@ -59,10 +59,8 @@ def test_defaults() -> None:
 
 
 REFUSALS = [
-    ("use_dora", True, "DoRA"),
     ("bias", "all", "biases of the base"),
     ("bias", "lora_only", "bias='none'"),
-    ("lora_bias", True, "lora_bias=false"),
     ("alora_invocation_tokens", [2], "aLoRA"),
     ("target_parameters", ["experts.gate_up_proj"], "experts"),
     ("trainable_token_indices", [1, 2], "rows of the embedding"),

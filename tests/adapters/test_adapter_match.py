@@ -216,8 +216,6 @@ def test_resized_vocabulary(tensors: dict) -> None:
 @pytest.mark.parametrize(
     ("suffix", "words"),
     [
-        ("lora_magnitude_vector", "DoRA"),
-        ("lora_B.bias", "lora_bias"),
         ("lora_diag", "KaSA"),
         ("lora_E", "AdaLoRA"),
         ("token_adapter.trainable_tokens_delta", "trainable_token_indices"),

@@ -148,7 +148,7 @@ CASES = {
         layers={"model.model.": "model."}, check=lambda plan: len(plan.factors) == 14 and plan.base_model is None
     ),
     "27_peft21_revision_sha_new_null_fields": Case(),
-    "30_mc_target_modules_null_dora": refused("use_dora"),
+    "30_mc_target_modules_null_dora": refused("use_dora=true.*magnitude", AdapterFormatError),
     "32_mc_bdlora": refused("use_bdlora"),
     "34_mc_init_mica": Case(),
     "35_mc_minimal_old_fields": Case(),
@@ -170,7 +170,7 @@ CASES = {
     ),
     "51_doc_layer_replication": refused("layer_replication"),
     "52_doc_alora_invocation": refused("alora_invocation_tokens"),
-    "54_doc_lora_bias_true": refused("lora_bias"),
+    "54_doc_lora_bias_true": refused("lora_bias=true.*the bias of B", AdapterFormatError),
     "60_made_mixtral_pre_v5_experts": refused("experts", model=mixtral, trained=old_mixtral),
     "62_made_peft02_mergedlinear_enable_lora_list": refused("enable_lora", model=gpt2),
     "70_foreign_no_peft_type": refused("not a PEFT LoRA", AdapterFormatError),
