@@ -186,6 +186,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(as_int).cpu(), b.contiguous().view(as_int).cpu())
 
 
+def draw_starts(rows: int, tokens: int, seed: int = 0) -> list[int]:
+    """A row's first active token: none, some or all of its tokens come before it, and far more than it has."""
+    rng = random.Random(seed)
+    return [rng.choice((0, rng.randrange(tokens + 1), tokens - 1, tokens, 2**31 - 1)) for _ in range(rows)]
+
+
 def draw_slots(popularity: str, rows: int, slots: int, seed: int = 0) -> list[int]:
     """One slot per row, by popularity (names as in punica's tests)."""
     rng = random.Random(seed)

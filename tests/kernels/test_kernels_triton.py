@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_bed import DTYPES, POPULARITY, TOLERANCE, Bed, draw_slots, same_bits
+from kernel_bed import DTYPES, POPULARITY, RANKS_WITH_VECTORS, TOLERANCE, Bed, draw_slots, draw_starts, same_bits
 
 triton = pytest.importorskip("triton")
 
@@ -73,6 +73,26 @@ def test_linear(dtype: torch.dtype, popularity: str, tokens: int) -> None:
     bed.check(run(bed, y, x, slots), y, x, slots)
 
 
+@pytest.mark.parametrize("popularity", POPULARITY)
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.bfloat16), (3, torch.float16), (19, torch.float32)])
+@pytest.mark.parametrize("embedding", [False, True])
+def test_gains_shifts_and_starts(dtype: torch.dtype, popularity: str, tokens: int, embedding: bool) -> None:
+    bed = Bed(RANKS_WITH_VECTORS, 33, [29], dtype, embedding=embedding, vectors=True)
+    slots = draw_slots(popularity, 12, len(RANKS_WITH_VECTORS))
+    y, x = bed.inputs(12 * tokens, dtype)
+    for starts in (None, draw_starts(12, tokens, seed=3)):
+        bed.check(run(bed, y, x, slots, starts=starts), y, x, slots, starts)
+
+
+@pytest.mark.parametrize("embedding", [False, True])
+def test_starts_inside_and_at_the_edges_of_tiles(embedding: bool) -> None:
+    """Tiles take 64 tokens at most: rows of 70 have one that is full and one that is not."""
+    bed = Bed([[5], [16], [0], [3]], 40, [130], embedding=embedding, vectors=True)
+    slots, starts = [1, 3, 0, 2, 3, -1, 1], [0, 1, 32, 33, 64, 65, 70]
+    y, x = bed.inputs(7 * 70, torch.float32)
+    bed.check(run(bed, y, x, slots, starts=starts), y, x, slots, starts)
+
+
 @pytest.mark.parametrize(("k", "n"), [(64, 96), (300, 130), (1000, 17), (1, 1)])
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_shapes(k: int, n: int, tokens: int) -> None:
@@ -100,10 +120,12 @@ def test_slices(widths: list[int], shared_a: bool, tokens: int) -> None:
         ranks = [[4] * 4, [8, 0, 8, 8], [0, 8, 8, 0], [0] * 4]
     else:
         ranks = [[4, 0, 9, 1], [8, 1, 3, 0], [0, 16, 0, 2], [0] * 4]
-    bed = Bed([r[: len(widths)] for r in ranks], 24, widths, shared_a=shared_a)
-    slots = [0, 1, 2, 3, -1, 1]
-    y, x = bed.inputs(6 * tokens, torch.float32)
-    bed.check(run(bed, y, x, slots, max_rank=16), y, x, slots)
+    slots, starts = [0, 1, 2, 3, -1, 1], [0, 1, 0, tokens // 2, 0, tokens]
+    for vectors in (False, True):
+        bed = Bed([r[: len(widths)] for r in ranks], 24, widths, shared_a=shared_a, vectors=vectors)
+        y, x = bed.inputs(6 * tokens, torch.float32)
+        bed.check(run(bed, y, x, slots, max_rank=16), y, x, slots)
+    bed.check(run(bed, y, x, slots, max_rank=16, starts=starts), y, x, slots, starts)
 
 
 @pytest.mark.parametrize("popularity", POPULARITY)
@@ -119,18 +141,22 @@ def test_embedding(dtype: torch.dtype, popularity: str, tokens: int) -> None:
 @pytest.mark.parametrize("embedding", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_rows_without_an_adapter_keep_their_bits(embedding: bool, tokens: int) -> None:
-    bed = Bed([[16], [0]], 33, [29], embedding=embedding)
-    y, x = bed.inputs(3 * tokens, torch.float32)
-    y[0, 0], y[0, 1], y[0, 2], y[2 * tokens, 0] = -0.0, float("nan"), float("inf"), -0.0
-    got = run(bed, y, x, [-1, 0, 1])
+    bed = Bed([[0], [0], [16]], 33, [29], embedding=embedding, vectors=True)
+    y, x = bed.inputs(4 * tokens, torch.float32)
+    y[::tokens, 0], y[::tokens, 1], y[::tokens, 2] = -0.0, float("nan"), float("inf")
     base = [*range(tokens), *range(2 * tokens, 3 * tokens)]
-    assert same_bits(got[base], y[base]) and not same_bits(got[tokens], y[tokens])
+    for slot in (1, 2):
+        got = run(bed, y, x, [-1, slot, 0, slot])
+        assert same_bits(got[base], y[base])
+        assert all(not same_bits(got[t], y[t]) for t in (tokens, 3 * tokens))
+        got = run(bed, y, x, [-1, slot, 0, slot], starts=[0, tokens, 0, tokens - 1])
+        assert same_bits(got[:-1], y[:-1]) and not same_bits(got[-1], y[-1])
 
 
 @pytest.mark.parametrize("embedding", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_a_poisoned_adapter_touches_only_its_rows(embedding: bool, tokens: int) -> None:
-    bed = Bed([[16], [3], [8]], 33, [29], embedding=embedding)
+    bed = Bed([[16], [3], [8]], 33, [29], embedding=embedding, vectors=True)
     y, x = bed.inputs(4 * tokens, torch.float32)
     clean = run(bed, y, x, [0, 1, 2, -1])
     bed.poison(1)
@@ -166,16 +192,21 @@ def test_strided_inputs() -> None:
 def test_neighbours_change_no_bit(
     data: st.DataObject, rows: int, tokens: int, k: int, dtype: torch.dtype, embedding: bool
 ) -> None:
-    bed = Bed([[1], [3], [16], [33], [0]], k, [40], dtype, embedding=embedding)
-    slots = st.lists(st.integers(-1, 4), min_size=rows, max_size=rows)
+    bed = Bed([[1], [3], [16], [33], [0], [0], [8]], k, [40], dtype, embedding=embedding, vectors=True)
+    slots = st.lists(st.integers(-1, 6), min_size=rows, max_size=rows)
+    starts = st.lists(st.integers(0, tokens), min_size=rows, max_size=rows)
     first, second = data.draw(slots), data.draw(slots)
     row = data.draw(st.integers(0, rows - 1))
     second[row] = first[row]
+    starts1, starts2 = (data.draw(starts), data.draw(starts)) if data.draw(st.booleans()) else (None, None)
+    if starts1 is not None and starts2 is not None:
+        starts2[row] = starts1[row]
     y, x = bed.inputs(rows * tokens, dtype)
     y2, x2 = bed.inputs(rows * tokens, dtype, seed=2)
     span = slice(row * tokens, (row + 1) * tokens)
     y2[span], x2[span] = y[span], x[span]
-    assert same_bits(run(bed, y, x, first)[span], run(bed, y2, x2, second)[span])
+    got = run(bed, y, x, first, starts=starts1)[span]
+    assert same_bits(got, run(bed, y2, x2, second, starts=starts2)[span])
 
 
 class Compiled:
