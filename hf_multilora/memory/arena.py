@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ConfigError, SlotError
+from .extras import SavedTensor
 from .layout import META, SLOT_ALIGN, Layout, align
 
 
@@ -92,6 +93,10 @@ class Arena:
     def slot(self, index: int) -> torch.Tensor:
         """The bytes of one slot, uint8 [slot_bytes]."""
         return self.storage[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+
+    def view(self, slot: int, saved: SavedTensor) -> torch.Tensor:
+        """A saved tensor of the adapter in a slot, as a view; the slot's lease says what `saved` may be."""
+        return saved.view(self.slot(slot))
 
     def header(self, index: int) -> torch.Tensor:
         """The table of one slot, int64 [n_sites, 5] = (a_off, b_off, rank, gain_off, shift_off)."""

@@ -18,6 +18,7 @@ import torch
 from ..errors import RoutingError
 
 if TYPE_CHECKING:
+    from .extras import Extras
     from .leasing import LeasingStore
     from .slots import Slot
 
@@ -64,7 +65,8 @@ class Lease:
     Attributes:
         slots: key -> slot number.
         tags: key -> identity of the weights, hashable: (uid, generation); for a mix that and the weight of each part.
-        touched: the sites that any of its adapters trained.
+        touched: the sites that any of its adapters touches, with factors or with a gain or a shift alone.
+        extras: key -> what its block has beside those; false for a plain adapter.
     """
 
     _grant: Grant | None = None
@@ -75,6 +77,7 @@ class Lease:
         self.slots: dict[Key, int] = {key: slot.index for key, slot in slots.items()}
         self.tags: dict[Key, Hashable] = {key: slot.tag for key, slot in slots.items()}
         self.touched: frozenset[int] = frozenset().union(*(slot.sites for slot in slots.values()))
+        self.extras: dict[Key, Extras] = {key: slot.extras for key, slot in slots.items()}
         self._grant = grant
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:

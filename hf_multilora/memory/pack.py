@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import AdapterMatchError, UnsupportedAdapterError
+from ..errors import AdapterMatchError
 from .build import Builder, Fill, Vector, concatenated, copied, header_of
+from .contents import check_plain
+from .extras import BaseDtype, Extras, SavedTensor, place_extras
 from .layout import Layout, Site
 
 if TYPE_CHECKING:
-    from ..adapters.match import Factor
+    from ..adapters.plan import Factor, SavedParam, TokenRows
 
 _HASH_CHUNK = 4 << 20
 
@@ -29,12 +31,15 @@ class PackedAdapter:
         ranks: site -> rank, touched sites only; 0 where an adapter has a gain or a shift and no factors.
         rank: the largest of them, 0 for an adapter without factors.
         nbytes: bytes of the block, header included.
+        extras: what it has beside factors, gains and shifts.
     """
 
-    __slots__ = ("_digest", "block", "dtype", "layout", "nbytes", "rank", "ranks")
+    __slots__ = ("_digest", "block", "dtype", "extras", "layout", "nbytes", "rank", "ranks")
 
-    def __init__(self, block: torch.Tensor, layout: Layout, dtype: torch.dtype, ranks: dict[int, int]) -> None:
-        self.block, self.layout, self.dtype, self.ranks = block, layout, dtype, ranks
+    def __init__(
+        self, block: torch.Tensor, layout: Layout, dtype: torch.dtype, ranks: dict[int, int], extras: Extras
+    ) -> None:
+        self.block, self.layout, self.dtype, self.ranks, self.extras = block, layout, dtype, ranks, extras
         self.nbytes = block.numel()
         self.rank = max(ranks.values(), default=0)
         self._digest: str | None = None
@@ -54,15 +59,12 @@ class PackedAdapter:
         gain, shift = (floats[at : at + width] if at else None for at in self.header()[site, 3:].tolist())
         return gain, shift
 
-    def features(self) -> list[str]:
-        """What this adapter has beside plain LoRA, in words; empty for a plain one."""
-        gains, shifts = self.header()[:, 3:].ne(0).unbind(1)
-        found = ["DoRA"] if gains.any() else []
-        # DoRA on a layer with a bias has a shift of its own.
-        return found + (["biases"] if (shifts & ~gains).any() else [])
+    def view(self, saved: SavedTensor) -> torch.Tensor:
+        """A saved tensor, as a view of the block."""
+        return saved.view(self.block)
 
     def digest(self) -> str:
-        """Content hash in hex: sha256 over the sha256 of each 4 MiB (so that cores can share the work)."""
+        """Content hash in hex: sha256 over the sha256 of each 4 MiB (so that cores can share the work), and extras."""
         if self._digest is None:
             data = self.block.numpy().data
             chunks = [data[i : i + _HASH_CHUNK] for i in range(0, len(data), _HASH_CHUNK)]
@@ -71,13 +73,19 @@ class PackedAdapter:
             else:
                 with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
                     parts = list(pool.map(lambda chunk: hashlib.sha256(chunk).digest(), chunks))
+            if self.extras:
+                parts.append(repr(self.extras).encode())
             self._digest = hashlib.sha256(b"".join(parts)).hexdigest()
         return self._digest
 
-    def to(self, dtype: torch.dtype, *, pin: bool) -> PackedAdapter:
-        """The same with the factors cast elementwise; self where neither dtype nor pinning asks for another block."""
+    def to(self, dtype: torch.dtype, *, pin: bool, base_dtype: BaseDtype | None = None) -> PackedAdapter:
+        """The same with the factors cast elementwise; self where neither dtypes nor pinning ask for another block.
+
+        Saved tensors are cast where `base_dtype` says that the base's parameter has another dtype now; vectors are
+        never cast.
+        """
         pinned = self.block.is_pinned() if pin else True
-        if dtype == self.dtype and pinned:
+        if dtype == self.dtype and pinned and self.extras.follows(base_dtype):
             return self
         builder = Builder(self.layout, dtype)
         header, data = self.header().tolist(), self.block.view(self.dtype)
@@ -93,17 +101,31 @@ class PackedAdapter:
                     None if gain is None else (gain_off, copied(gain)),
                     None if shift is None else (shift_off, copied(shift)),
                 )
-        return _packed(builder, pin)
+        return _packed(builder, pin, self.extras.packed_by(builder, self.block, base_dtype))
 
 
-def pack(factors: Iterable[Factor], layout: Layout, dtype: torch.dtype, *, pin: bool) -> PackedAdapter:
+def pack(
+    factors: Iterable[Factor],
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    pin: bool,
+    saved: Iterable[SavedParam] = (),
+    tokens: Iterable[TokenRows] = (),
+    invocation: Sequence[int] = (),
+    vocab_size: int | None = None,
+    base_dtype: BaseDtype | None = None,
+) -> PackedAdapter:
     """Read `factors` and lay them out for a slot, at their true ranks.
 
     Scaling and gain are multiplied into B in fp32, then rounded to `dtype` once; gains and shifts are stored in fp32.
     Equal references are read and stored once. A factor of rank 0 has a gain or a shift, and no A and B.
+    Saved parameters and token rows are stored in the dtype of the base's parameter of that name, which `base_dtype`
+    says; without it, in their own.
 
     Raises:
-        AdapterMatchError: a factor whose site does not exist, comes twice, or whose tensors have another shape.
+        AdapterMatchError: a factor whose site does not exist, comes twice, or whose tensors have another shape; a
+            parameter that is saved twice; token rows that do not fit their ids.
     """
     builder = Builder(layout, dtype)
     for factor in factors:
@@ -125,7 +147,7 @@ def pack(factors: Iterable[Factor], layout: Layout, dtype: torch.dtype, *, pin: 
             )
         if gain is not None or shift is not None:
             builder.add_vectors(site.index, _vector(factor, "gain", gain, site), _vector(factor, "shift", shift, site))
-    return _packed(builder, pin)
+    return _packed(builder, pin, place_extras(builder, saved, tokens, invocation, vocab_size, base_dtype))
 
 
 def compose(
@@ -137,7 +159,7 @@ def compose(
     `add_weighted_adapter(combination_type="cat")` computes.
 
     Raises:
-        UnsupportedAdapterError: a part that is not plain LoRA (see `PackedAdapter.features`).
+        UnsupportedAdapterError: a part that is not plain LoRA.
     """
     for packed, _ in parts:
         check_plain("An adapter of the mix", packed)
@@ -156,20 +178,11 @@ def compose(
             ("b", *((i, headers[i][site][1]) for i in here)),
             concatenated([b for _, b in views], 0, weights),
         )
-    return _packed(builder, pin)
+    return _packed(builder, pin, Extras())
 
 
-def check_plain(what: str, packed: PackedAdapter) -> None:
-    """Raises: UnsupportedAdapterError if `packed` is more than plain LoRA, of which alone mixes are made."""
-    features = packed.features()
-    if features:
-        raise UnsupportedAdapterError(
-            f"{what} has {', '.join(features)}, and only plain LoRA adapters can be mixed. Name it on its own."
-        )
-
-
-def _packed(builder: Builder, pin: bool) -> PackedAdapter:
-    return PackedAdapter(builder.build(pin), builder.layout, builder.dtype, builder.ranks)
+def _packed(builder: Builder, pin: bool, extras: Extras) -> PackedAdapter:
+    return PackedAdapter(builder.build(pin), builder.layout, builder.dtype, builder.ranks, extras)
 
 
 def _factor_views(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ..errors import AdapterNotFoundError, SlotError, closest
 from ..report import CacheCounters, LoadReport
+from .extras import Extras
 from .pack import PackedAdapter
 
 # One counter for the whole process: a KV cache written under one generation never meets an equal number again, also
@@ -55,6 +56,7 @@ class Version:
     cast: bool = False  # the block came from another dtype by retarget, not from the files
     dropped: PackedAdapter | None = None  # the block that was dropped, until its content is hashed
     digest: str | None = None  # of the block that was dropped
+    extras: Extras = Extras()  # of the block, also when that was dropped
 
     @classmethod
     def of(
@@ -66,8 +68,9 @@ class Version:
             path = packed.layout.sites[site].path
             modules[path] = max(rank, modules.get(path, 0))
         return cls(
-            generation, replace(loaded, packed=packed), modules, packed.rank, packed.nbytes, load, evictable, load_ms
-        )
+            generation, replace(loaded, packed=packed), modules, packed.rank, packed.nbytes, load, evictable, load_ms,
+            extras=packed.extras,
+        )  # fmt: skip
 
     @property
     def packed(self) -> PackedAdapter | None:
@@ -83,12 +86,13 @@ class Version:
 
     def forgotten(self) -> Version:
         """The same without any block, and without what it would be compared with."""
-        return replace(self, loaded=replace(self.loaded, packed=None), dropped=None, digest=None)
+        return replace(self, loaded=replace(self.loaded, packed=None), dropped=None, digest=None, extras=Extras())
 
     def recast(self, packed: PackedAdapter) -> Version:
-        """The same with the block in another dtype, or pinned."""
-        cast = self.cast or self.packed is None or self.packed.dtype != packed.dtype
-        return replace(self, loaded=replace(self.loaded, packed=packed), nbytes=packed.nbytes, cast=cast)
+        """The same with the block in other dtypes, or pinned."""
+        same = self.packed is not None and (self.packed.dtype, self.extras) == (packed.dtype, packed.extras)
+        loaded = replace(self.loaded, packed=packed)
+        return replace(self, loaded=loaded, nbytes=packed.nbytes, extras=packed.extras, cast=self.cast or not same)
 
     def same_content(self, loaded: Loaded, packed: PackedAdapter) -> bool | None:
         """Whether what was read again is what was dropped; None where that cannot be known."""

@@ -13,6 +13,7 @@ from memory_bed import LAYOUT, RANK, TARGETS, Part, Ref, block, factor, holds, s
 from hf_multilora.config import MultiLoraConfig
 from hf_multilora.errors import AdapterMatchError, ConfigError, UnsupportedAdapterError
 from hf_multilora.memory.arena import Arena
+from hf_multilora.memory.contents import features_of
 from hf_multilora.memory.estimate import estimate_memory
 from hf_multilora.memory.layout import Layout
 from hf_multilora.memory.pack import PackedAdapter, compose, pack
@@ -200,7 +201,7 @@ def test_one_b_under_two_gains_is_two_factors_and_equal_vectors_are_stored_once(
 )
 def test_only_plain_adapters_are_mixed(change, features):
     packed = pack([dataclasses.replace(factor("down", 0, 2), **change)], LAYOUT, torch.float32, pin=False)
-    assert packed.features() == features and block(1).features() == []
+    assert features_of(packed) == features and features_of(block(1)) == []
     with pytest.raises(UnsupportedAdapterError, match=features[0]):
         compose([(block(1), 0.5), (packed, 0.5)], LAYOUT, torch.float32, pin=False)
 
