@@ -231,6 +231,7 @@ class MultiLora:
                 tokens=plan.tokens,
                 invocation=plan.invocation,
                 vocab_size=plan.vocab_size,
+                base_dtype=self._base_dtype,
             )
             self._wrap_saved(plan)
             return Loaded(
@@ -266,6 +267,11 @@ class MultiLora:
                 self._wrappers |= swap_in({path: item}, self._routing)
             if plan.vocab_size is not None and self.calls.vocabulary is None:
                 self.calls.vocabulary = Vocabulary(self._base_vocabulary(), self.config.extra_vocab_size)
+
+    def _base_dtype(self, path: str, name: str) -> torch.dtype | None:
+        """dtype of a parameter of the base model; what adapters save of it is kept in the same."""
+        parameter = self._survey.table.read_base(f"{path}.{name}" if path else name)
+        return None if parameter is None else parameter.dtype
 
     def _base_vocabulary(self) -> int:
         embedding = self._model.get_input_embeddings()
@@ -366,12 +372,9 @@ class MultiLora:
     def follow_model(self) -> None:
         """After model.to(), half() and the like: slots and adapters move along."""
         device, dtype = placement(self._survey.found, self.config)
-        arena = self.store.arena
-        if device == arena.device and dtype == arena.dtype:
-            return
-        self.store.retarget(device, dtype)
-        self._routing.to(self.store.arena.device)
-        self._bind()
+        if self.store.retarget(device, dtype, base_dtype=self._base_dtype):
+            self._routing.to(self.store.arena.device)
+            self._bind()
 
     def copy_model(self, memo: dict[int, Any]) -> Any:
         """A deep copy of the model, enabled, with slots of its own and the same adapters registered."""
