@@ -86,9 +86,9 @@ def test_gains_shifts_and_starts(dtype: torch.dtype, popularity: str, tokens: in
 
 @pytest.mark.parametrize("embedding", [False, True])
 def test_starts_inside_and_at_the_edges_of_tiles(embedding: bool) -> None:
-    """Tiles take 64 tokens at most: rows of 70 have one that is full and one that is not."""
+    """Tiles take 32 (shrink) and 64 tokens (expand): the last token of one may be the first that is active."""
     bed = Bed([[5], [16], [0], [3]], 40, [130], embedding=embedding, vectors=True)
-    slots, starts = [1, 3, 0, 2, 3, -1, 1], [0, 1, 32, 33, 64, 65, 70]
+    slots, starts = [1, 3, 0, 2, 3, -1, 1], [0, 31, 32, 33, 63, 65, 70]
     y, x = bed.inputs(7 * 70, torch.float32)
     bed.check(run(bed, y, x, slots, starts=starts), y, x, slots, starts)
 
