@@ -65,7 +65,7 @@ class Base:
                 f"{self.where}: {why} is computed from {part.path}.weight, whose shape {tuple(weight.shape)} is not "
                 f"that of a layer of {target.in_features} inputs and {target.out_features} outputs (quantised?)."
             )
-        start, stop = self._rows(part)
+        start, stop = self.rows(part)
         return matrix[start:stop]
 
     def whole(self, parts: Sequence[Part], why: str) -> torch.Tensor:
@@ -74,7 +74,7 @@ class Base:
 
     def bias(self, part: Part, why: str) -> torch.Tensor:
         """The same rows of its bias, float32 on the CPU; zeros where the layer has none."""
-        start, stop = self._rows(part)
+        start, stop = self.rows(part)
         if not self.has_bias(part.path):
             return torch.zeros(stop - start)
         return self.table_bias(part.path, why)[start:stop].to("cpu", torch.float32)
@@ -88,7 +88,8 @@ class Base:
             )
         return tensor.detach()
 
-    def _rows(self, part: Part) -> tuple[int, int]:
+    def rows(self, part: Part) -> tuple[int, int]:
+        """The rows of the layer's own weight that a part stands for."""
         widths = self.table.targets[part.path].widths
         start = sum(widths[: part.slice])
         return start, start + widths[part.slice]

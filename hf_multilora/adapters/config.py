@@ -37,6 +37,9 @@ class AdapterSpec:
         r, alpha: defaults for modules without a pattern of their own.
         use_rslora: alpha / sqrt(r) instead of alpha / r.
         use_dora, lora_bias: whether modules have a magnitude, or a bias of B; the tensors decide.
+        bias: "none", "lora_only" or "all": whose biases were trained; the tensors decide.
+        invocation: aLoRA's token sequence.
+        token_indices: layer name -> tokens whose rows were trained; under "" those of the input embedding.
         rank_pattern, alpha_pattern: per-module exceptions.
         target_modules, exclude_modules, layers_to_transform, layers_pattern: which modules PEFT wrapped in training.
         modules_to_save: modules that the adapter claims to replace as a whole.
@@ -50,6 +53,9 @@ class AdapterSpec:
     use_rslora: bool = False
     use_dora: bool = False
     lora_bias: bool = False
+    bias: str = "none"
+    invocation: tuple[int, ...] = ()
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rank_pattern: PatternTable = field(default_factory=lambda: PatternTable({}))
     alpha_pattern: PatternTable = field(default_factory=lambda: PatternTable({}))
     target_modules: str | tuple[str, ...] | None = None
@@ -134,6 +140,9 @@ def parse_config(config: Mapping[str, Any], where: str) -> AdapterSpec:
         use_rslora=_flag(config, "use_rslora", where),
         use_dora=_flag(config, "use_dora", where),
         lora_bias=_flag(config, "lora_bias", where),
+        bias=_bias(config, where),
+        invocation=_tokens(config.get("alora_invocation_tokens") or (), "alora_invocation_tokens", where),
+        token_indices=_token_indices(config, where),
         rank_pattern=PatternTable(ranks, f"{where}: rank_pattern"),
         alpha_pattern=PatternTable(_patterns(config, "alpha_pattern", where), f"{where}: alpha_pattern"),
         target_modules=_selector(config, "target_modules", where),
@@ -234,6 +243,30 @@ def _flag(config: Mapping[str, Any], name: str, where: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise AdapterFormatError(f"{where}: {name}={value!r}: expected true, false or null.")
     return bool(value)
+
+
+def _bias(config: Mapping[str, Any], where: str) -> str:
+    value = config.get("bias") or "none"
+    if value not in ("none", "lora_only", "all"):
+        raise AdapterFormatError(f"{where}: bias={value!r}: expected 'none', 'lora_only' or 'all'.")
+    return str(value)
+
+
+def _tokens(value: Any, name: str, where: str) -> tuple[int, ...]:
+    whole = isinstance(value, (list, tuple)) and all(type(item) is int and item >= 0 for item in value)
+    if not whole:
+        raise AdapterFormatError(f"{where}: {name}={_short(value)}: expected token ids, whole numbers from 0 on.")
+    return tuple(value)
+
+
+def _token_indices(config: Mapping[str, Any], where: str) -> dict[str, tuple[int, ...]]:
+    value = config.get("trainable_token_indices") or {}
+    named = value if isinstance(value, Mapping) else {"": value}
+    found = {str(key): _tokens(ids, "trainable_token_indices", where) for key, ids in named.items()}
+    for ids in found.values():
+        if len(set(ids)) != len(ids):
+            raise AdapterFormatError(f"{where}: trainable_token_indices={_short(value)}: one token comes twice.")
+    return found
 
 
 def _patterns(config: Mapping[str, Any], name: str, where: str) -> dict[str, float]:

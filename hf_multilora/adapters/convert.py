@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError
 from .base import Base
 from .checkpoint import Checkpoint, TensorInfo, TensorRef
+from .computed import Computed
 from .config import AdapterSpec
-from .dora import gain_of, shift_of
+from .dora import gain_of, row_norms, shift_of
 from .keys import Key
-from .plan import Factor, Readable
+from .plan import Factor, Readable, SavedParam
 from .targets import Part, TargetTable, is_head
 
 
@@ -92,6 +95,61 @@ def to_factors(
     return factors
 
 
+def bias_factors(factors: list[Factor], biases: Mapping[tuple[str, int], Readable], base: Base) -> list[Factor]:
+    """Sites with a bias of the adapter's own and no factors: rank 0, and a shift."""
+    trained = {(factor.path, factor.slice) for factor in factors}
+    found = []
+    for (path, index), bias in biases.items():
+        if (path, index) not in trained:
+            part = Part(path, index, 0, base.table.targets[path].widths[index])
+            shift = shift_of(base, part, new_bias=bias)
+            found.append(Factor(path, index, "linear", 0, 1.0, None, None, shift=shift))
+    return found
+
+
+def merged(pair: Pair, rows: int, checkpoint: Checkpoint, spec: AdapterSpec, base: Base) -> SavedParam:
+    """Factors on an embedding or head that the adapter has at a size of its own: worked into its saved weight.
+
+    No slot has room for factors of that size, and nothing is lost: W + scaling B A, times the gain, is what they come
+    to.
+
+    Args:
+        rows: of the saved weight.
+
+    Raises:
+        AdapterMatchError: factors of another size.
+        UnsupportedAdapterError: a bias of B.
+    """
+    where, (a, b) = checkpoint.where, (checkpoint.infos[pair.a.name], checkpoint.infos[pair.b.name])
+    embedding = pair.a.role == "embedding_A"
+    for key, info in ((pair.a, a), (pair.b, b)):
+        _check_matrix(key, info, where)
+    table = base.overrides[f"{pair.path}.weight"]
+    wanted = table.shape[::-1] if embedding else table.shape
+    if a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != wanted:
+        raise AdapterMatchError(
+            f"{where}: {pair.a.name} {a.shape} and {pair.b.name} {b.shape} do not fit the {rows} rows that the file "
+            f"holds of {pair.path!r}."
+        )
+    if pair.b_bias is not None:
+        raise UnsupportedAdapterError(f"{where}: {pair.b_bias.name}: a bias of B on a head of another size.")
+    if pair.magnitude is not None:
+        _check_vector(pair.magnitude, checkpoint.infos[pair.magnitude.name], b.shape[0], where)
+    scaling = spec.scaling(_checked_name(pair, a.shape[0], spec, where), a.shape[0])
+
+    def compute() -> torch.Tensor:
+        weight = table.read().to(torch.float32)
+        matrix = weight.t() if embedding else weight
+        down, up = checkpoint.read(pair.a.name).float(), checkpoint.read(pair.b.name).float()
+        whole = torch.addmm(matrix, up, down, alpha=scaling)
+        if pair.magnitude is not None:
+            magnitude = checkpoint.read(pair.magnitude.name).float()
+            whole *= (magnitude / row_norms(matrix, down, up, scaling))[:, None]
+        return (whole.t() if embedding else whole).contiguous()
+
+    return SavedParam(pair.path, "weight", Computed(table.shape, compute))
+
+
 def _check_matrix(key: Key, info: TensorInfo, where: str) -> None:
     if not info.dtype.is_floating_point:
         raise AdapterFormatError(f"{where}: {key.name} has the dtype {info.dtype}: expected floating-point factors.")
@@ -144,7 +202,10 @@ def _check_shapes(
     on_rows = pair.a.role == "embedding_A" and b[0] == width_out
     on_head = is_head(pair.path) and a[1] == width_in and width_out in vocabularies
     if on_rows or on_head:
-        raise UnsupportedAdapterError(f"{text} Adapters with a resized vocabulary are not served yet.")
+        raise UnsupportedAdapterError(
+            f"{text} Its vocabulary has another size, and the file does not hold the weights of that vocabulary. Save "
+            "it again with save_embedding_layers=True."
+        )
     raise AdapterMatchError(f"{text} Is it an adapter of another base, or of another size of it?")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 HONOURED = (
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "modules_to_save", "bias", "init_lora_weights", "use_dora", "lora_bias",
+    "alora_invocation_tokens", "trainable_token_indices",
 )  # fmt: skip
 
 # Say where an adapter comes from.
@@ -41,11 +42,7 @@ _MEANWHILE = "Load it with PEFT meanwhile."
 
 # Change the mathematics and are not served: name -> what it is, and the next step.
 REFUSED = {
-    "bias": "the adapter replaces biases of the base, which is not served yet; train with bias='none'.",
-    "alora_invocation_tokens": "activated LoRA (aLoRA), active only after a token sequence, is not served yet. "
-    + _MEANWHILE,
     "target_parameters": f"LoRA on parameters (the stacked weights of MoE experts) is not served yet. {_MEANWHILE}",
-    "trainable_token_indices": f"the adapter replaces rows of the embedding, which is not served yet. {_MEANWHILE}",
     "layer_replication": "the adapter repeats layers of the base; a base that all rows share cannot grow for one "
     "of them. Load it with PEFT, alone.",
     "use_qalora": f"QALoRA pools the input by groups before A, which is not served. {_MEANWHILE}",

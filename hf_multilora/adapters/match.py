@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..errors import (
     AdapterFormatError,
     AdapterMatchError,
@@ -13,12 +15,14 @@ from ..errors import (
 from .base import Base
 from .checkpoint import Checkpoint, TensorRef
 from .config import AdapterSpec
-from .convert import Pair, to_factors
+from .convert import Pair, bias_factors, merged, to_factors
 from .keys import FACTORS, Key, Renaming, find_renaming, foreign_format, parse_keys
-from .plan import AdapterPlan, Factor
+from .plan import AdapterPlan, Factor, Readable
+from .saved import check_biases, check_whole, sort_others
 from .select import incomplete
-from .shipped import check_copies, check_saved_modules
 from .targets import TargetTable
+from .tokens import token_rows
+from .vocabulary import Vocabulary
 
 __all__ = ["AdapterPlan", "Factor", "TensorRef", "match"]
 
@@ -26,7 +30,6 @@ __all__ = ["AdapterPlan", "Factor", "TensorRef", "match"]
 _REFUSED = {
     "kasa": "the singular values of KaSA",
     "adalora": "the singular values of AdaLoRA",
-    "tokens": "rows of the embedding (trainable_token_indices)",
 }
 
 # What a module may have beside its two factors: role -> what it is.
@@ -58,51 +61,74 @@ def match(
     """
     where = checkpoint.where
     keys = parse_keys(checkpoint.infos, where)
-    _check_roles(keys, where)
+    _check_roles(keys, spec, where)
     modules, disagreements = _group(keys, spec, where)
-    others = [key for key in keys if key.role in ("base", "param")]
-    renaming = find_renaming(modules, (key.path for key in others), table, where)
+    rest = [key for key in keys if key.role in ("base", "param", "original")]
+    rows = [key for key in keys if key.role == "tokens"]
+    renaming = find_renaming(modules, (key.path for key in (*rest, *rows)), table, where)
     placed, outside = _place(modules, renaming, table, where)
     if outside and not ignore_untargeted:
         raise AdapterMatchError(
             f"{where}: {len(outside)} of {len(modules)} trained modules were left out by target_modules when the "
             f"model was enabled: {_some(outside)}. Enable it with them, or pass ignore_untargeted=True to do without."
         )
-    if not placed:
+    if outside and not placed:
         raise AdapterMatchError(f"{where}: every trained module was left out by target_modules: {_some(outside)}.")
 
-    base = Base(table, where)
-    factors = [
-        factor for pair in placed for factor in to_factors(pair, table.parts[pair.path], checkpoint, spec, base, {})
-    ]
+    vocabulary = Vocabulary.of(table)
+    others = sort_others(rest, renaming.names, spec, checkpoint, Base(table, where), vocabulary)
+    base = Base(table, where, {f"{item.path}.{item.name}": item.ref for item in others.saved})
+    strange = check_whole(others, rest, renaming.names, spec, base)
+    check_biases(others, rest, renaming.names, [pair.path for pair in placed], base, spec.bias)
+    saved = {f"{item.path}.{item.name}".rpartition(".")[0] for item in others.saved}
+    tokens, held = token_rows(rows, renaming.names, spec, checkpoint, base, vocabulary, saved)
+    vocab_size = vocabulary.resized(others.rows, held, where)
+
+    factors: list[Factor] = []
+    for pair in placed:
+        if vocab_size is not None and pair.path in others.rows:
+            item = merged(pair, others.rows[pair.path], checkpoint, spec, base)
+            others.saved = [item if (s.path, s.name) == (item.path, item.name) else s for s in others.saved]
+            others.converted.append(f"{pair.a.name}, {pair.b.name}: worked into the {vocab_size} rows of {pair.path}")
+            continue
+        factors += to_factors(pair, table.parts[pair.path], checkpoint, spec, base, others.biases)
+    factors += bias_factors(factors, others.biases, base)
     factors.sort(key=lambda factor: table.position[factor.path, factor.slice])
     _check_once(factors, placed, table, where)
-    ignored = [*spec.ignored, *check_saved_modules(others, spec, table, where)]
-    copies, warnings = check_copies(others, renaming.names, spec, checkpoint, table)
-    ignored += copies
-    ignored += [f"{key.name}: used in training only" for key in keys if key.role == "training"]
-    _check_complete(spec, renaming, table, factors, where)
+    _check_invocation(spec, factors, others.biases, vocab_size or vocabulary.size, where)
+    _check_complete(spec, renaming, table, placed, where)
     _check_rank(factors, max_lora_rank, where)
-    left_out = [key.name for path in outside.values() for key in modules[path].values()]
     return AdapterPlan(
         factors=tuple(factors),
-        rank=max(factor.rank for factor in factors),
+        rank=max((factor.rank for factor in factors), default=0),
         spec=spec,
         source=where,
         fingerprint_of_source=None,
         base_model=spec.base_model,
         checkpoint=checkpoint,
-        ignored=ignored,
-        left_out=left_out,
-        warnings=[*spec.warnings, *disagreements, *warnings],
+        ignored=[
+            *spec.ignored,
+            *(f"modules_to_save={name!r}: neither the model nor the file has it" for name in strange),
+            *others.ignored,
+            *(f"{key.name}: used in training only" for key in keys if key.role == "training"),
+        ],
+        left_out=[key.name for path in outside.values() for key in modules[path].values()],
+        warnings=[*spec.warnings, *disagreements, *others.warnings],
+        saved=tuple(others.saved),
+        tokens=tokens,
+        invocation=spec.invocation,
+        vocab_size=vocab_size,
+        converted=others.converted,
     )
 
 
-def _check_roles(keys: list[Key], where: str) -> None:
+def _check_roles(keys: list[Key], spec: AdapterSpec, where: str) -> None:
     for key in keys:
         if key.role in _REFUSED:
             raise UnsupportedAdapterError(f"{where}: {key.name} is {_REFUSED[key.role]}, which is not served yet.")
-    if not any(key.role in FACTORS for key in keys):
+    # PEFT also writes LoRA adapters that train nothing but rows of tokens, or whole modules
+    others = any(key.role in ("tokens", "param") for key in keys) and (spec.token_indices or spec.modules_to_save)
+    if not others and not any(key.role in FACTORS for key in keys):
         if not keys:
             raise AdapterFormatError(f"{where}: holds no tensor at all.")
         owner = foreign_format(keys[0].name)
@@ -215,10 +241,30 @@ def _check_once(factors: list[Factor], placed: list[Pair], table: TargetTable, w
             raise AdapterMatchError(f"{where}: {' and '.join(both)} both train {after.path!r}: one fused, one split.")
 
 
-def _check_complete(
-    spec: AdapterSpec, renaming: Renaming, table: TargetTable, factors: list[Factor], where: str
+def _check_invocation(
+    spec: AdapterSpec, factors: list[Factor], biases: Mapping[tuple[str, int], Readable], vocabulary: int, where: str
 ) -> None:
-    missing = incomplete(spec, renaming, table, ((factor.path, factor.slice) for factor in factors))
+    if not spec.invocation:
+        return
+    beyond = [token for token in spec.invocation if vocabulary and token >= vocabulary]
+    if beyond:
+        raise AdapterMatchError(
+            f"{where}: alora_invocation_tokens has {beyond}, beyond the vocabulary of {vocabulary}: it would never be "
+            "invoked. Is it an adapter of another base?"
+        )
+    what = next((f"{factor.path!r}, an embedding" for factor in factors if factor.kind == "embedding"), None)
+    what = what or ("biases" if biases else None)
+    what = what or ("magnitudes (DoRA)" if any(factor.gain is not None for factor in factors) else None)
+    if what:
+        raise UnsupportedAdapterError(
+            f"{where}: an aLoRA (alora_invocation_tokens) that trains {what}, which PEFT does not start at the "
+            "invocation."
+        )
+
+
+def _check_complete(spec: AdapterSpec, renaming: Renaming, table: TargetTable, placed: list[Pair], where: str) -> None:
+    sites = ((part.path, part.slice) for pair in placed for part in table.parts[pair.path])
+    missing = incomplete(spec, renaming, table, sites)
     if missing:
         raise AdapterFormatError(
             f"{where}: the config's target_modules choose {len(missing)} modules of this model that have no tensors: "
@@ -229,8 +275,8 @@ def _check_complete(
 
 
 def _check_rank(factors: list[Factor], max_lora_rank: int, where: str) -> None:
-    largest = max(factors, key=lambda factor: factor.rank)
-    if largest.rank > max_lora_rank:
+    largest = max(factors, key=lambda factor: factor.rank, default=None)
+    if largest is not None and largest.rank > max_lora_rank:
         raise SlotError(
             f"{where}: {largest.path!r} has rank {largest.rank}, over max_lora_rank={max_lora_rank}. Enable the model "
             f"with max_lora_rank={largest.rank} or more."

@@ -1,0 +1,334 @@
+"""Weights that are no factors: modules that were saved whole, biases, and copies of the base's own.
+
+A copy that equals the base changes nothing and is named in the report. What differs takes the base's place for the
+rows of this adapter: the bias of a linear layer as a shift of its output, everything else as a whole parameter. PEFT
+would write most of it into the base, for every row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError, closest
+from .base import Base
+from .checkpoint import Checkpoint, TensorRef
+from .config import AdapterSpec
+from .keys import Key, foreign_format
+from .plan import Readable, SavedParam
+from .targets import Part, TargetTable, is_head
+from .vocabulary import Vocabulary
+
+_CHUNK = 1 << 24  # elements compared at once: bounds the memory that casting takes
+_HEADS = ("score", "classifier", "v_head", "qa_outputs")
+
+
+@dataclass
+class Others:
+    """What the tensors that are no factors come to.
+
+    Args:
+        saved: parameters that replace the base's.
+        biases: site -> the bias that replaces the base's there.
+        rows: embedding or head of the vocabulary that is saved whole -> its rows.
+        shared: those of them that stand for the base's own table, also where other modules share it.
+        ignored, warnings, converted: for the report.
+    """
+
+    saved: list[SavedParam] = field(default_factory=list)
+    biases: dict[tuple[str, int], Readable] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    shared: dict[str, TensorRef] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)
+
+
+def sort_others(
+    keys: list[Key],
+    names: dict[str, str],
+    spec: AdapterSpec,
+    checkpoint: Checkpoint,
+    base: Base,
+    vocabulary: Vocabulary,
+) -> Others:
+    """Find the place of every tensor that is no factor.
+
+    Args:
+        keys: those of role "base", "param" and "original".
+        names: module path in the checkpoint -> in the model.
+
+    Raises:
+        AdapterFormatError: two tensors for one parameter, or numbers that are none.
+        AdapterMatchError: a tensor that means nothing here, or of another shape.
+        UnsupportedAdapterError: a module that this model does not have, or that cannot be replaced.
+    """
+    others = Others()
+    taken: dict[str, Key] = {}
+    unannounced: list[str] = []
+    for key in sorted(keys, key=_inner_copy):
+        if key.role == "original":
+            others.ignored.append(f"{key.name}: the base's own, which the saved module replaces")
+            continue
+        path = names[key.path]
+        name = f"{path}.{key.leaf}"
+        if name in taken and _inner_copy(key):
+            others.ignored.append(f"{key.name}: another copy of {taken[name].name}")
+            continue
+        if name in taken:
+            raise AdapterFormatError(f"{checkpoint.where}: {taken[name].name} and {key.name} mean the same parameter.")
+        taken[name] = key
+        info = checkpoint.infos[key.name]
+        if not info.dtype.is_floating_point:
+            raise _not_numbers(key, path, spec, checkpoint, base.table)
+        root = _saved_root(path, spec)
+        if key.leaf == "bias" and root is None and _is_linear(path, base):
+            parts = base.table.parts[path]
+            _take_bias(key, info.shape, parts, checkpoint, base, others)
+            differs = (parts[0].path, parts[0].slice) in others.biases
+            said = spec.bias != "none"
+        else:
+            differs = _take_whole(key, path, root or path, name, spec, checkpoint, base, vocabulary, others)
+            said = root is not None or key.leaf == "bias" and spec.bias == "all" or path in vocabulary
+        if differs and not said:
+            unannounced.append(key.name)
+    spread_shared(others, vocabulary)
+    if unannounced:
+        others.warnings.append(
+            f"{', '.join(unannounced[:4])}{' and more' if len(unannounced) > 4 else ''}: not the base's numbers. The "
+            "config names neither such a module nor biases; they count all the same, for this adapter alone."
+        )
+    return others
+
+
+def _inner_copy(key: Key) -> bool:
+    """Whether it was saved out of PEFT's wrapper, as save_embedding_layers does beside the module's own key."""
+    return "modules_to_save" in key.name.split(".")
+
+
+def _is_linear(path: str, base: Base) -> bool:
+    parts = base.table.parts.get(path, ())
+    return bool(parts) and base.table.targets[parts[0].path].kind == "linear" and base.has_bias(parts[0].path)
+
+
+def _take_bias(
+    key: Key, shape: tuple[int, ...], parts: tuple[Part, ...], checkpoint: Checkpoint, base: Base, others: Others
+) -> None:
+    """A bias of a layer that can carry an adapter: a shift, spread over the layer's sites like the rows of a B."""
+    if shape != (parts[-1].stop,):
+        raise AdapterMatchError(f"{checkpoint.where}: {key.name} has the shape {shape}, the layer's {parts[-1].stop}.")
+    whole = checkpoint.read(key.name)
+    dtypes = set()
+    for part in parts:
+        old = base.table_bias(part.path, key.name)[slice(*base.rows(part))]
+        dtypes.add((same_numbers(whole[part.start : part.stop], old), old.dtype))
+    if any(same is None for same, _ in dtypes):
+        for part in parts:
+            rows = None if len(parts) == 1 else (part.start, part.stop)
+            others.biases[part.path, part.slice] = TensorRef(checkpoint, key.name, rows)
+        return
+    _note_copy(key, dtypes, others)
+
+
+def _take_whole(
+    key: Key,
+    path: str,
+    root: str,
+    name: str,
+    spec: AdapterSpec,
+    checkpoint: Checkpoint,
+    base: Base,
+    vocabulary: Vocabulary,
+    others: Others,
+) -> bool:
+    """Anything else: a copy of the base's, or a whole parameter of its own. Returns whether it is the latter."""
+    known = base.shape(name)
+    if known is None:
+        raise _stranger(key, path, spec, checkpoint, base.table)
+    shape = checkpoint.infos[key.name].shape
+    if shape != known:
+        labels = path not in vocabulary and "." not in root and root in base.table.modules
+        if shape[1:] != known[1:] or not shape or not (labels or path in vocabulary):
+            raise AdapterMatchError(
+                f"{checkpoint.where}: {key.name} has the shape {shape}, the model's {name} has {known}. Is it an "
+                "adapter of another base, or of another size of it?"
+            )
+    else:
+        tensor = base.table.read_base(name)
+        if tensor is not None and not tensor.is_meta:
+            if not tensor.is_floating_point():
+                raise UnsupportedAdapterError(
+                    f"{checkpoint.where}: {key.name} takes the place of {name}, which is quantised in this model, and "
+                    "cannot be replaced or compared."
+                )
+            same = same_numbers(checkpoint.read(key.name), tensor)
+            if same is not None:
+                _note_copy(key, {(same, tensor.dtype)}, others)
+                return False
+    ref = TensorRef(checkpoint, key.name)
+    others.saved.append(SavedParam(root, name.removeprefix(f"{root}."), ref))
+    if path in vocabulary and key.leaf == "weight":
+        others.rows[path] = shape[0]
+        if _saved_root(path, spec) is None:
+            others.shared[path] = ref
+    return True
+
+
+def spread_shared(others: Others, vocabulary: Vocabulary) -> None:
+    """The base's own table under another value (no module_to_save, which is a copy): every module that shares it."""
+    for path, ref in others.shared.items():
+        for other in vocabulary.same_table(path):
+            if other not in others.rows:
+                others.saved.append(SavedParam(other, "weight", ref))
+                others.rows[other] = ref.shape[0]
+                others.converted.append(f"{ref.key}: for {other}, which shares the weight, too")
+
+
+def _note_copy(key: Key, dtypes: set[tuple[torch.dtype | None, torch.dtype]], others: Others) -> None:
+    others.ignored.append(f"{key.name}: a copy of the base's own {key.leaf}")
+    for same, dtype in dtypes:
+        if same != dtype:
+            others.warnings.append(f"{key.name}: equals the base's {dtype} {key.leaf} when that is rounded to {same}.")
+
+
+def same_numbers(copy: torch.Tensor, base: torch.Tensor) -> torch.dtype | None:
+    """The precision in which two tensors of one shape are equal, or None.
+
+    That is the base's dtype where the copy, rounded to it, is the base; and the copy's dtype where the base, rounded
+    to it, is the copy (an adapter trained on a half-precision load of the same base).
+    """
+    if copy.device != base.device:
+        copy = copy.to(base.device)
+    for dtype in dict.fromkeys((base.dtype, copy.dtype)):
+        left, right = copy.detach().reshape(-1), base.detach().reshape(-1)
+        pairs = zip(left.split(_CHUNK), right.split(_CHUNK), strict=True)
+        if all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in pairs):
+            return dtype
+    return None
+
+
+def check_whole(others: Others, keys: list[Key], names: dict[str, str], spec: AdapterSpec, base: Base) -> list[str]:
+    """Modules that the config says were saved must be there as a whole, and heads must be of one width.
+
+    Returns:
+        Names in modules_to_save that neither the model nor the file knows, which are harmless.
+
+    Raises:
+        AdapterFormatError: the model has such a module, and the file lacks it or a parameter of it.
+        AdapterMatchError: a weight and a bias of different heads.
+    """
+    where, table = base.where, base.table
+    held = {f"{names[key.path]}.{key.leaf}" for key in keys}
+    strange = []
+    for name in spec.modules_to_save:
+        if not any(within(name, key.path) for key in keys):
+            found = next((module for module in table.modules if module == name or module.endswith(f".{name}")), None)
+            if found:
+                raise AdapterFormatError(
+                    f"{where}: modules_to_save names {name!r}, the model has {found!r}, and the file holds no tensor "
+                    "of it: it is incomplete. Copy or download it again."
+                )
+            strange.append(name)
+    for root in {root for path in names.values() if (root := _saved_root(path, spec))}:
+        if not any(parameter.startswith(f"{root}.") for parameter in held):
+            continue
+        lack = [p for p in table.parameters if p.startswith(f"{root}.") and p not in held]
+        if lack:
+            raise AdapterFormatError(
+                f"{where}: modules_to_save names {root!r}, and the file lacks {', '.join(lack[:4])}: it is "
+                "incomplete. Copy or download it again."
+            )
+    widths: dict[str, tuple[str, int]] = {}
+    for item in others.saved:
+        full = f"{item.path}.{item.name}"
+        module, _, leaf = full.rpartition(".")
+        known = base.shape(full)
+        if leaf not in ("weight", "bias") or not known:
+            continue
+        other, width = widths.setdefault(module, (full, item.ref.shape[0]))
+        sibling = f"{module}.{'bias' if leaf == 'weight' else 'weight'}"
+        beside = {f"{s.path}.{s.name}" for s in others.saved}
+        changed = item.ref.shape[0] != known[0]
+        if width != item.ref.shape[0] or (changed and sibling not in beside and base.shape(sibling) is not None):
+            raise AdapterMatchError(
+                f"{where}: {full} and {other if other != full else sibling} have different widths."
+            )
+    return strange
+
+
+def check_biases(
+    others: Others, keys: list[Key], names: dict[str, str], pairs: list[str], base: Base, said: str
+) -> None:
+    """Biases that the config says were trained must be in the file, all or (older PEFT) none of them.
+
+    Args:
+        pairs: modules of the model with factors.
+        said: the config's `bias`.
+
+    Raises:
+        AdapterFormatError: some of them are missing.
+    """
+    if said == "none":
+        return
+    held = {f"{names[key.path]}.{key.leaf}" for key in keys}
+    parts = {path: base.table.parts[path][0].path for path in pairs}
+    wanted = [f"{path}.bias" for path, owner in parts.items() if base.has_bias(owner)]
+    if said == "all":
+        slices = {part.path for path in pairs for part in base.table.parts[path]}
+        owners = [(name, name.removesuffix(".bias")) for name in base.table.parameters if name.endswith(".bias")]
+        wanted += [name for name, owner in owners if owner not in slices and not is_head(owner)]
+    lack = [name for name in dict.fromkeys(wanted) if name not in held]
+    if lack and len(lack) == len(set(wanted)):
+        others.warnings.append(f"bias={said!r}, and the file holds no bias: the base's own stay (as in older PEFT).")
+    elif lack:
+        raise AdapterFormatError(
+            f"{base.where}: bias={said!r}, and {len(lack)} biases are not in the file: {', '.join(lack[:4])}. It is "
+            "incomplete: copy or download it again."
+        )
+
+
+def within(name: str, path: str) -> bool:
+    """Whether a module called `name` is, or holds, `path`."""
+    return f".{name}." in f".{path}."
+
+
+def _saved_root(path: str, spec: AdapterSpec) -> str | None:
+    """The outermost module around `path` that modules_to_save names: PEFT takes all that end like one."""
+    parts = path.split(".")
+    for n in range(1, len(parts) + 1):
+        place = ".".join(parts[:n])
+        if place.endswith(spec.modules_to_save):
+            return place
+    return None
+
+
+def _not_numbers(key: Key, path: str, spec: AdapterSpec, checkpoint: Checkpoint, table: TargetTable) -> Exception:
+    if path not in table.modules:
+        return _stranger(key, path, spec, checkpoint, table)
+    return UnsupportedAdapterError(
+        f"{checkpoint.where}: {key.name} has the dtype {checkpoint.infos[key.name].dtype}: a quantised or integer "
+        f"weight of {path!r}, which cannot take the place of the base's."
+    )
+
+
+def _stranger(key: Key, path: str, spec: AdapterSpec, checkpoint: Checkpoint, table: TargetTable) -> Exception:
+    """The error for a tensor that has no counterpart in the base."""
+    where = checkpoint.where
+    if path in table.parts and path not in table.modules:
+        return UnsupportedAdapterError(
+            f"{where}: {key.name} saves {path!r} as a whole, which this model has as a part of a fused layer."
+        )
+    if any(within(name, key.path) for name in (*spec.modules_to_save, *_HEADS)) and path not in table.modules:
+        return UnsupportedAdapterError(
+            f"{where}: {key.name} is a saved module that this model does not have: an adapter for "
+            f"{spec.task_type or 'another task'}, to be loaded on a model with that head."
+        )
+    if path in table.modules:
+        return AdapterMatchError(
+            f"{where}: {key.name} belongs to nothing in the model: {path!r} has no parameter {key.leaf!r} that can be "
+            "read."
+        )
+    owner = foreign_format(key.name)
+    hint = f" It looks like {owner}, not PEFT's LoRA." if owner else closest(path, table.modules)
+    return AdapterMatchError(f"{where}: {key.name} belongs to nothing in the model, and would be left over.{hint}")

@@ -1,0 +1,100 @@
+"""Biases, saved modules, vocabularies and trained tokens: the plan on the base is the model that PEFT saved."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft_bed import assert_same, make, saved, some_ids, table_of
+
+from hf_multilora.adapters.load import load_plan
+
+Q = {"target_modules": ["q_proj"]}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("biased", {"bias": "lora_only", "target_modules": ["q_proj", "down_proj"]}),
+    ("biased", {"bias": "all", **Q}),
+    ("biased", {"bias": "all", "use_dora": True, "target_modules": ["q_proj", "up_proj"]}),
+    ("qwen2", {"bias": "all", **Q}),
+    ("gpt2", {"bias": "all", "target_modules": ["c_attn"]}),
+    ("gpt2", {"bias": "lora_only", "use_dora": True, "target_modules": ["c_attn", "c_fc"]}),
+    ("bert-cls", {"bias": "all", "target_modules": ["query"]}),
+    ("llama", {"modules_to_save": ["lm_head"], **Q}),
+    ("llama", {"modules_to_save": ["embed_tokens", "norm"], **Q}),
+    ("llama", {"modules_to_save": ["embed_tokens", "lm_head"], **Q}),
+    ("llama", {"modules_to_save": ["layers.1.mlp"], **Q}),
+    ("tied", {"modules_to_save": ["lm_head"], **Q}),
+    ("tied", {"modules_to_save": ["embed_tokens"], **Q}),
+    ("tied", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True, **Q}),
+    ("gemma", {"modules_to_save": ["embed_tokens"], **Q}),
+    ("gpt2", {"modules_to_save": ["ln_f", "wpe"], "target_modules": ["c_attn"]}),
+    ("phi3", {"modules_to_save": ["input_layernorm"], "target_modules": ["qkv_proj"]}),
+    ("t5", {"modules_to_save": ["lm_head"], "target_modules": ["q"]}),
+    ("llama-cls", {"task_type": "SEQ_CLS", **Q}),
+    ("bert-cls", {"task_type": "SEQ_CLS", "target_modules": ["query"]}),
+    ("roberta-cls", {"task_type": "SEQ_CLS", "target_modules": ["query"]}),
+    ("llama", {"trainable_token_indices": [3, 60, 7], **Q}),
+    ("llama", {"trainable_token_indices": {"embed_tokens": [5, 6], "lm_head": [9, 5, 8]}, **Q}),
+    ("tied", {"trainable_token_indices": [3, 60, 7], **Q}),
+    ("tied", {"trainable_token_indices": {"embed_tokens": [5, 6], "lm_head": [5, 6]}, **Q}),
+    ("tied", {"trainable_token_indices": {"embed_tokens": [5, 6], "lm_head": [9, 8]}, **Q}),
+    ("tied", {"trainable_token_indices": {"lm_head": [9, 8]}, **Q}),
+    ("gemma", {"trainable_token_indices": [3, 4], **Q}),
+    ("gpt2", {"trainable_token_indices": {"wte": [3, 4]}, "target_modules": ["c_attn"]}),
+    ("t5", {"trainable_token_indices": {"shared": [3, 4]}, "target_modules": ["q"]}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), CASES, ids=str)
+def test_as_peft(family: str, options: dict, tmp_path: Path) -> None:
+    base = make(family)
+    theirs = saved(base, tmp_path, **options)
+    table = table_of(base)
+    with load_plan(tmp_path, table, max_lora_rank=16) as plan:
+        assert_same(theirs, base, plan, table)
+        assert plan.vocab_size is None and not plan.warnings
+
+
+RESIZED: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"modules_to_save": ["embed_tokens", "lm_head"], **Q}),
+    ("llama", Q),
+    ("tied", Q),
+    ("tied", {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True, **Q}),
+    ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "use_dora": True, "use_rslora": True}),
+    ("gpt2", {"target_modules": ["c_attn"]}),
+    ("t5", {"target_modules": ["q"]}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), RESIZED, ids=str)
+@pytest.mark.parametrize("more", [4, 7])
+def test_resized(family: str, options: dict, more: int, tmp_path: Path) -> None:
+    base = make(family)
+    larger = copy.deepcopy(base)
+    larger.resize_token_embeddings(64 + more, mean_resizing=False)
+    theirs = saved(larger, tmp_path, save_embedding_layers=True, **options)
+    table = table_of(base)
+    with load_plan(tmp_path, table, max_lora_rank=16) as plan:
+        assert plan.vocab_size == 64 + more
+        assert_same(theirs, base, plan, table, some_ids(64 + more))
+
+
+def test_added_tokens_of_a_tied_model(tmp_path: Path) -> None:
+    """Nothing but the new rows is saved, and the head has them as well."""
+    base = make("tied")
+    larger = copy.deepcopy(base)
+    larger.resize_token_embeddings(68, mean_resizing=False)
+    theirs = saved(larger, tmp_path, save_embedding_layers=False, trainable_token_indices=[64, 65, 66, 67, 2], **Q)
+    table = table_of(base)
+    with load_plan(tmp_path, table, max_lora_rank=16) as plan:
+        assert plan.vocab_size == 68 and {rows.path for rows in plan.tokens} == {"model.embed_tokens", "lm_head"}
+        assert_same(theirs, base, plan, table, some_ids(68))
+
+
+def test_alora_config(tmp_path: Path) -> None:
+    base = make("llama")
+    saved(base, tmp_path, alora_invocation_tokens=[5, 6, 7], **Q)
+    with load_plan(tmp_path, table_of(base), max_lora_rank=16) as plan:
+        assert plan.invocation == (5, 6, 7)
