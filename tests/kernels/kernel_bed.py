@@ -168,7 +168,8 @@ class Bed:
         """Against the oracle, within the dtype's tolerance; what has no adapter or is before its start bit for bit."""
         want, scale = self.oracle(y, x, slots, starts)
         assert got.dtype == y.dtype and got.shape == y.shape
-        error = (got.cpu().double() - want).abs() / scale.clamp(min=1e-30)
+        # Below the smallest normal number a dtype has no relative precision.
+        error = (got.cpu().double() - want).abs() / scale.clamp(min=torch.finfo(y.dtype).smallest_normal)
         assert float(error.max()) <= TOLERANCE[y.dtype], float(error.max())
         per_row = y.shape[0] // len(slots)
         for row, slot in enumerate(slots):
