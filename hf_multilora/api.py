@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from .generation.calls import Calls
 from .generation.ids import BASE, names_of
 from .generation.logits import Vocabulary
 from .generation.mixin import MultiLoraMixin, swap_class
-from .inject import InstanceGuard, Survey, placement, saved_layer, survey, swap_in, swap_out
+from .inject import InstanceGuard, Survey, check_intact, placement, saved_layer, survey, swap_in, swap_out
 from .kernels.ops import EmbeddingOp, LinearOp, Workspace
 from .layers.embedding import LoraEmbedding
 from .layers.linear import LoraHead
@@ -32,7 +32,7 @@ from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
 from .memory.registry import Loaded
 from .memory.store import AdapterStore
-from .peft_model import Takeover, is_peft_model, take_over
+from .peft_model import Takeover, is_peft_layer, is_peft_model, take_over
 from .report import AdapterStatus, LoadReport, Status
 from .routing import Routing
 
@@ -124,7 +124,7 @@ class MultiLora:
         self.store = store or AdapterStore(self._layout, config, device, dtype)
         self._routing = Routing(self.store.arena.device)
         self._wrapping = threading.Lock()
-        self.calls = Calls(self.store, self._routing, self.ensure, lambda: model.training)
+        self.calls = Calls(self.store, self._routing, self.ensure, self._check_layers, lambda: model.training)
         if config.extra_vocab_size:
             self.calls.vocabulary = Vocabulary(self._base_vocabulary(), config.extra_vocab_size)
         model.__dict__.pop("_compiled_call", None)
@@ -369,6 +369,10 @@ class MultiLora:
             f"model.load_adapter(path, adapter_name={name!r})."
         )
 
+    def _check_layers(self, sites: Collection[int]) -> None:
+        paths = dict.fromkeys(self._layout.sites[site].path for site in sites)
+        check_intact(paths, self._survey.found, self._wrappers)
+
     def follow_model(self) -> None:
         """After model.to(), half() and the like: slots and adapters move along."""
         device, dtype = placement(self._survey.found, self.config)
@@ -437,6 +441,9 @@ def _check_model(model: Any) -> None:
             "The model carries adapters that transformers injected (model.load_adapter). Enable a model without them, "
             "and load them afterwards: they are then served through slots."
         )
+    peft = next((path for path, module in model.named_modules() if is_peft_layer(module)), None)
+    if peft is not None:
+        raise ModelError(f"{peft} is a layer of PEFT. Pass the PeftModel itself: enable_multilora(peft_model).")
 
 
 def _estimate(layout: Layout, config: MultiLoraConfig, dtype: torch.dtype) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,20 +142,43 @@ def swap_in(found: dict[str, Found], routing: Routing) -> dict[str, LoraLayer]:
     return wrappers
 
 
+def check_intact(
+    paths: Iterable[str], found: dict[str, Found], wrappers: dict[str, LoraLayer], wrapped: bool = True
+) -> None:
+    """Refuse to serve adapters through layers that somebody has replaced since: their part would be missing.
+
+    PEFT's unload() goes down to the base layer itself and puts that in the wrapper's place; the wrapper is put back.
+
+    Args:
+        wrapped: let pass what holds the wrapper inside (a PEFT layer around it calls it).
+
+    Raises:
+        ModelError: naming the layer and what is there now.
+    """
+    for path in paths:
+        for parent, name in found[path].places:
+            present = getattr(parent, name, None)
+            if present is found[path].module:
+                setattr(parent, name, wrappers[path])
+            elif present is not wrappers[path] and not (wrapped and _holds(present, wrappers[path])):
+                raise ModelError(
+                    f"{path} has been replaced by a {type(present).__name__} since enable_multilora, so that adapters "
+                    "cannot reach it. Remove what was put there (PEFT layers, for example), or call "
+                    "disable_multilora(model) before a change and enable_multilora(model) after it."
+                )
+
+
+def _holds(module: Any, wrapper: LoraLayer) -> bool:
+    return isinstance(module, nn.Module) and any(inner is wrapper for inner in module.modules())
+
+
 def swap_out(found: dict[str, Found], wrappers: dict[str, LoraLayer]) -> None:
     """Put every base layer back.
 
     Raises:
         ModelError: somebody else has replaced a wrapper since; nothing is changed then.
     """
-    for path, item in found.items():
-        for parent, name in item.places:
-            present = getattr(parent, name)
-            if present is not wrappers[path]:
-                raise ModelError(
-                    f"{path} has been replaced by a {type(present).__name__} since enable_multilora. Remove what was "
-                    "added on top (PEFT layers, for example) before disable_multilora."
-                )
+    check_intact(found, found, wrappers, wrapped=False)
     for path, item in found.items():
         base = wrappers[path].unwrap()
         for parent, name in item.places:
@@ -353,9 +376,15 @@ def _read_base(model: nn.Module, name: str) -> torch.Tensor | None:
     """The base model's own parameter or buffer of this name, or None."""
     path, _, attribute = name.rpartition(".")
     try:
-        value = getattr(model.get_submodule(path), attribute, None)
+        module = model.get_submodule(path)
     except AttributeError:
         return None
+    value = getattr(module, attribute, None)
+    if isinstance(value, torch.Tensor) and value.device.type == "meta":
+        # accelerate keeps the weights of an offloaded layer with the hook on it.
+        layer = module.base_layer if isinstance(module, LoraLayer) else module
+        weights = getattr(getattr(layer, "_hf_hook", None), "weights_map", None)
+        value = weights[attribute] if weights is not None else value
     return value if isinstance(value, torch.Tensor) else None
 
 

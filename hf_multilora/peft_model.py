@@ -38,6 +38,11 @@ def is_peft_model(model: Any) -> bool:
     return any(cls.__name__ == "PeftModel" and cls.__module__.startswith("peft.") for cls in type(model).__mro__)
 
 
+def is_peft_layer(module: nn.Module) -> bool:
+    """Whether PEFT has put this module into a model."""
+    return any(cls.__name__ == "BaseTunerLayer" and cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+
+
 def take_over(peft_model: Any) -> Takeover:
     """Take a PeftModel apart. Nothing is changed where an error is raised.
 

@@ -298,6 +298,20 @@ def test_accelerate(hooks: Callable[[PreTrainedModel], None], order: str) -> Non
     assert torch.equal(logits(model), logits(alone("llama", None)))
 
 
+@pytest.mark.parametrize("order", ["hooks first", "hooks last"])
+def test_shipped_weights_of_an_offloaded_model(order: str) -> None:
+    """PEFT saves the base's embedding and head beside their adapters; the base's own lie where accelerate put them."""
+    model = FAMILIES["llama"].build()
+    if order == "hooks first":
+        offload(model)
+    enable_multilora(model, max_lora_rank=64)
+    if order == "hooks last":
+        offload(model)
+    for name in ("r3", "r33", "r64"):
+        model.load_adapter(adapters()[name], adapter_name=name)
+        assert relative_error(logits(model, adapter_ids=name), logits(alone("llama", name))) <= 1e-5
+
+
 def test_training_mode() -> None:
     """With dropout and gradients on there is no serving: an error at enable, or at the first call with ids."""
     model = FAMILIES["llama"].build().train()

@@ -155,6 +155,14 @@ def test_what_changed_the_base_is_refused(options: dict[str, Any], word: str) ->
     refused(theirs.requires_grad_(False), word)
 
 
+def test_the_model_inside_without_its_peft_model() -> None:
+    """PEFT's layers would be taken for the base."""
+    inner = peft_model("llama", "r8").get_base_model()
+    with pytest.raises(MultiLoraError, match="PeftModel"):
+        enable_multilora(inner)
+    assert type(inner) is LlamaForCausalLM
+
+
 def test_not_lora_is_refused() -> None:
     from peft import IA3Config
 

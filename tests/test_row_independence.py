@@ -72,7 +72,7 @@ def reference(family: str, adapter: Id, row: int, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     adapter=st.sampled_from(CHOICES),
     neighbours=ids_of_neighbours,
@@ -87,7 +87,7 @@ def test_neighbours_change_no_bit(family: str, adapter: Id, neighbours: list[Id]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     good=st.lists(st.sampled_from(CHOICES[:-1]), min_size=ROWS, max_size=ROWS),
     bad=st.dictionaries(st.integers(0, ROWS - 1), st.sampled_from(["nan", "inf", "huge", "half"]), min_size=1),

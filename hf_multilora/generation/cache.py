@@ -147,12 +147,18 @@ def write_tag(cache: Any, rows: Sequence[Hashable | None], owner: object) -> Non
 
 
 def cached_length(cache: Any) -> int:
-    """Tokens that a cache holds; 1 where it does not say."""
+    """Tokens that a cache holds; of one that keeps no count, 1 if it holds anything."""
     try:
         return int(cache.get_seq_length())
     except (AttributeError, ValueError, TypeError):
-        # Caches of linear attention keep no length, tuples of old models have no method: treat them as written.
-        return 1
+        # Layers of linear attention hold a state and no count; tuples of old models say nothing, and count as written.
+        layers = getattr(cache, "layers", None)
+        return 1 if layers is None else int(any(map(_holds_state, layers)))
+
+
+def _holds_state(layer: Any) -> bool:
+    state = getattr(layer, "has_previous_state", getattr(layer, "is_initialized", True))
+    return any(state.values()) if isinstance(state, dict) else bool(state)
 
 
 def _describe(tag: Hashable | None) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -249,16 +249,23 @@ class Calls:
         store: adapters and slots.
         routing: what the wrappers read.
         ensure: loads an unknown name on demand, or raises.
+        check: raises where the layers of these sites are not in the model any more.
         training: whether the model is in training mode at present.
     """
 
     def __init__(
-        self, store: AdapterStore, routing: Routing, ensure: Callable[[str], None], training: Callable[[], bool]
+        self,
+        store: AdapterStore,
+        routing: Routing,
+        ensure: Callable[[str], None],
+        check: Callable[[Collection[int]], None],
+        training: Callable[[], bool],
     ) -> None:
         self.store = store
         self.routing = routing
         self.lock = threading.RLock()
         self._ensure = ensure
+        self._check = check
         self._training = training
         self._default: Key | None = None
         self._current: ContextVar[Call | None] = ContextVar("hf_multilora_call", default=None)
@@ -307,6 +314,8 @@ class Calls:
         with self._gate.through(nested=self._current.get() is not None):
             lease = self.store.acquire(distinct, block=block) if distinct else None
             try:
+                if lease is not None:
+                    self._check(lease.touched)
                 call = Call(keys, lease, self.store.arena, uniform)
                 token = self._current.set(call)
                 try:

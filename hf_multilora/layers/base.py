@@ -67,6 +67,10 @@ class LoraLayer(nn.Module):
         """Connect the wrapper with its sites and the op that adds their deltas."""
         self.__dict__.update(_sites=sites, _op=op)
 
+    def get_base_layer(self) -> nn.Module:
+        """The base layer. PEFT asks every module with a `base_layer` for it when it removes its own layers."""
+        return self.base_layer
+
     def _shared(self) -> dict[str, Any]:
         """The instance dictionary without what is the wrapper's own, or accelerate's."""
         return {key: value for key, value in self.__dict__.items() if key not in _HOOKED and key not in _OWN}

@@ -103,8 +103,9 @@ class AdapterStore(LeasingStore):
         tags: list[Hashable] = []
         names: list[str] = []
         try:
-            for entry in entries:
+            for entry in entries:  # all of them first: reading one must not drop another
                 entry.holders.add(grant)
+            for entry in entries:
                 self._read_again(entry)
                 with self._changing():
                     packed, tag = entry.packed, entry.tag
