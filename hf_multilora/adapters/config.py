@@ -22,6 +22,7 @@ from .fields import (
     METADATA,
     NO_EFFECT,
     PLAIN_INITS,
+    RECOMPUTED_INITS,
     REFUSED,
     REWRITING_INITS,
     foreign_config,
@@ -37,6 +38,8 @@ class AdapterSpec:
         r, alpha: defaults for modules without a pattern of their own.
         use_rslora: alpha / sqrt(r) instead of alpha / r.
         use_dora, lora_bias: whether modules have a magnitude, or a bias of B; the tensors decide.
+        altered: "pissa", "olora" or "kasa": the base that it was trained on had lost a part; "": the base itself.
+        blocks: blocks of block-diagonal factors (BD-LoRA); group: inputs that QALoRA pools; 1: neither.
         bias: "none", "lora_only" or "all": whose biases were trained; the tensors decide.
         invocation: aLoRA's token sequence.
         token_indices: layer name -> tokens whose rows were trained; under "" those of the input embedding.
@@ -53,6 +56,9 @@ class AdapterSpec:
     use_rslora: bool = False
     use_dora: bool = False
     lora_bias: bool = False
+    altered: str = ""
+    blocks: int = 1
+    group: int = 1
     bias: str = "none"
     invocation: tuple[int, ...] = ()
     token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -140,6 +146,9 @@ def parse_config(config: Mapping[str, Any], where: str) -> AdapterSpec:
         use_rslora=_flag(config, "use_rslora", where),
         use_dora=_flag(config, "use_dora", where),
         lora_bias=_flag(config, "lora_bias", where),
+        altered=_altered(config, where),
+        blocks=_blocks(config, where),
+        group=int(_number(config, "qalora_group_size", 16, where)) if _flag(config, "use_qalora", where) else 1,
         bias=_bias(config, where),
         invocation=_tokens(config.get("alora_invocation_tokens") or (), "alora_invocation_tokens", where),
         token_indices=_token_indices(config, where),
@@ -206,16 +215,15 @@ def _check_init(value: Any, where: str) -> None:
     if value is True:
         return
     name = str(value).lower()
+    if name in RECOMPUTED_INITS:
+        return
     for word, why in REWRITING_INITS.items():
         if name.startswith(word):
-            raise UnsupportedAdapterError(
-                f"{where}: init_lora_weights={value!r}: {why}, so its factors mean nothing on the plain base. Save it "
-                "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which converts it."
-            )
+            raise UnsupportedAdapterError(f"{where}: init_lora_weights={value!r}: {why}")
     if name not in PLAIN_INITS:
         raise UnsupportedAdapterError(
             f"{where}: init_lora_weights={value!r}: unknown, and some initialisations change the base."
-            f"{closest(name, [*PLAIN_INITS, *REWRITING_INITS])}"
+            f"{closest(name, [*PLAIN_INITS, *RECOMPUTED_INITS, *REWRITING_INITS])}"
         )
 
 
@@ -243,6 +251,30 @@ def _flag(config: Mapping[str, Any], name: str, where: str) -> bool:
     if value is not None and not isinstance(value, bool):
         raise AdapterFormatError(f"{where}: {name}={value!r}: expected true, false or null.")
     return bool(value)
+
+
+def _altered(config: Mapping[str, Any], where: str) -> str:
+    init = str(config.get("init_lora_weights")).lower()
+    found = [init] if init in RECOMPUTED_INITS else []
+    found += ["kasa"] if config.get("kasa_config") else []
+    if len(found) > 1:
+        raise UnsupportedAdapterError(
+            f"{where}: init_lora_weights={init!r} and kasa_config: each alters the base, and PEFT does not say in "
+            "which order."
+        )
+    return "".join(found)
+
+
+def _blocks(config: Mapping[str, Any], where: str) -> int:
+    value = config.get("use_bdlora")
+    if not value:
+        return 1
+    n = value.get("nblocks", 1) if isinstance(value, Mapping) else getattr(value, "nblocks", None)
+    if type(n) is not int or n < 1:
+        raise AdapterFormatError(f"{where}: use_bdlora={_short(value)}: expected a number of blocks, nblocks.")
+    if config.get("use_qalora"):
+        raise UnsupportedAdapterError(f"{where}: use_bdlora and use_qalora: PEFT does not combine them.")
+    return n
 
 
 def _bias(config: Mapping[str, Any], where: str) -> str:

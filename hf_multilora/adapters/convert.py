@@ -7,12 +7,14 @@ the bias of B go with B's rows.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError
+from .altered import TITLES, expanded, rows_of, with_removed
 from .base import Base
 from .checkpoint import Checkpoint, TensorInfo, TensorRef
 from .computed import Computed
@@ -27,7 +29,7 @@ from .targets import Part, TargetTable, is_head
 class Pair:
     """The factors that a checkpoint holds for one module, named `trained` there and `path` in the model.
 
-    Beside them, where it has them: the magnitude of DoRA, and the bias of B.
+    Beside them, where it has them: the magnitude of DoRA, the bias of B, KaSA's singular values.
     """
 
     trained: str
@@ -36,63 +38,97 @@ class Pair:
     b: Key
     magnitude: Key | None = None
     b_bias: Key | None = None
+    diagonal: Key | None = None
+
+    def ref(self, checkpoint: Checkpoint, which: str) -> TensorRef:
+        """The tensor of one of the keys."""
+        return TensorRef(checkpoint, getattr(self, which).name)
 
 
 def to_factors(
     pair: Pair,
-    parts: tuple[Part, ...],
     checkpoint: Checkpoint,
     spec: AdapterSpec,
     base: Base,
     biases: Mapping[tuple[str, int], Readable],
+    converted: Counter[str],
 ) -> list[Factor]:
-    """Check one pair's shapes and spread it over the sites of `parts`.
+    """Check one pair's shapes and spread it over the sites that its module has in the model.
 
     Args:
         biases: site -> the adapter's own bias there.
+        converted: what is not taken as stored -> how often; counted up.
 
     Raises:
         AdapterFormatError: not a pair of LoRA factors, or not of the config's rank.
         AdapterMatchError: shapes that do not fit the model's layer.
         UnsupportedAdapterError: shapes of another vocabulary.
     """
-    table = base.table
-    a, b = checkpoint.infos[pair.a.name], checkpoint.infos[pair.b.name]
-    for key, info in ((pair.a, a), (pair.b, b)):
-        _check_matrix(key, info, checkpoint.where)
+    where, parts = checkpoint.where, base.table.parts[pair.path]
+    width = parts[-1].stop
+    for key in (pair.a, pair.b):
+        _check_matrix(key, checkpoint.infos[key.name], where)
+    target = base.table.targets[parts[0].path]
+    _check_kind(pair, target.kind, where)
+    a, b, how = expanded(spec, pair.ref(checkpoint, "a"), pair.ref(checkpoint, "b"), target.in_features)
+    _check_shapes(pair, a.shape, b.shape, target.in_features, width, base.table, where)
     rank = a.shape[0]
-    target = table.targets[parts[0].path]
-    _check_kind(pair, target.kind, checkpoint.where)
-    _check_shapes(pair, a.shape, b.shape, target.in_features, parts[-1].stop, table, checkpoint.where)
     for vector in (pair.magnitude, pair.b_bias):
         if vector is not None:
-            _check_vector(vector, checkpoint.infos[vector.name], parts[-1].stop, checkpoint.where)
-    name = _checked_name(pair, rank, spec, checkpoint.where)
+            _check_vector(vector, checkpoint.infos[vector.name], width, where)
+    name = _checked_name(pair, rank, spec, where)
     scaling = spec.scaling(name, rank)
-    factors = []
-    for part in parts:
-        rows = None if len(parts) == 1 else (part.start, part.stop)
-        ref_a, ref_b = TensorRef(checkpoint, pair.a.name), TensorRef(checkpoint, pair.b.name, rows)
-        gain = None
-        if pair.magnitude is not None:
-            magnitude = TensorRef(checkpoint, pair.magnitude.name, rows)
-            gain = gain_of(base, part, magnitude, ref_a, ref_b, scaling, pair.magnitude.name)
-        b_bias = None if pair.b_bias is None else TensorRef(checkpoint, pair.b_bias.name, rows)
-        new_bias = biases.get((part.path, part.slice))
-        factors.append(
-            Factor(
-                path=part.path,
-                slice=part.slice,
-                kind=target.kind,
-                rank=rank,
-                scaling=scaling * table.targets[part.path].scale,
-                a=ref_a,
-                b=ref_b,
-                gain=gain,
-                shift=shift_of(base, part, gain=gain, new_bias=new_bias, b_bias=b_bias, scaling=scaling),
-            )
-        )
-    return factors
+    if spec.altered and f"{parts[0].path}.weight" not in base.overrides:
+        if pair.diagonal is not None:
+            _check_vector(pair.diagonal, checkpoint.infos[pair.diagonal.name], rank, where)
+        diagonal = None if pair.diagonal is None else TensorRef(checkpoint, pair.diagonal.name)
+        a, b = with_removed(spec, base, parts, a, b, scaling, diagonal, pair.trained)
+        converted[f"rank {rank} on {TITLES[spec.altered]}'s base: rank {2 * rank} on the base itself"] += 1
+    for text in (how, _regrouped(pair, base.table)):
+        converted.update([text] if text else [])
+    return [_factor(pair, part, a, b, scaling, checkpoint, base, biases) for part in parts]
+
+
+def _factor(
+    pair: Pair,
+    part: Part,
+    a: Readable,
+    b: Readable,
+    scaling: float,
+    checkpoint: Checkpoint,
+    base: Base,
+    biases: Mapping[tuple[str, int], Readable],
+) -> Factor:
+    """One site's share of a pair: all of A, and its rows of everything else."""
+    target = base.table.targets[part.path]
+    b = rows_of(b, part.start, part.stop)
+    gain = b_bias = None
+    if pair.magnitude is not None:
+        magnitude = rows_of(pair.ref(checkpoint, "magnitude"), part.start, part.stop)
+        gain = gain_of(base, part, magnitude, a, b, scaling, pair.magnitude.name)
+    if pair.b_bias is not None:
+        b_bias = rows_of(pair.ref(checkpoint, "b_bias"), part.start, part.stop)
+    new_bias = biases.get((part.path, part.slice))
+    return Factor(
+        path=part.path,
+        slice=part.slice,
+        kind=target.kind,
+        rank=a.shape[0],
+        scaling=scaling * target.scale,
+        a=a,
+        b=b,
+        gain=gain,
+        shift=shift_of(base, part, gain=gain, new_bias=new_bias, b_bias=b_bias, scaling=scaling),
+    )
+
+
+def _regrouped(pair: Pair, table: TargetTable) -> str | None:
+    parts = table.parts[pair.path]
+    if len({part.path for part in parts}) > 1:
+        return f"{pair.path.rpartition('.')[2]}: dealt out to {', '.join(p.path.rpartition('.')[2] for p in parts)}"
+    if pair.path not in table.targets:
+        return f"{pair.path.rpartition('.')[2]}: a part of {parts[0].path.rpartition('.')[2]}"
+    return None
 
 
 def bias_factors(factors: list[Factor], biases: Mapping[tuple[str, int], Readable], base: Base) -> list[Factor]:
@@ -133,6 +169,8 @@ def merged(pair: Pair, rows: int, checkpoint: Checkpoint, spec: AdapterSpec, bas
         )
     if pair.b_bias is not None:
         raise UnsupportedAdapterError(f"{where}: {pair.b_bias.name}: a bias of B on a head of another size.")
+    if spec.altered:
+        raise UnsupportedAdapterError(f"{where}: {pair.a.name}: {TITLES[spec.altered]} on a table of another size.")
     if pair.magnitude is not None:
         _check_vector(pair.magnitude, checkpoint.infos[pair.magnitude.name], b.shape[0], where)
     scaling = spec.scaling(_checked_name(pair, a.shape[0], spec, where), a.shape[0])

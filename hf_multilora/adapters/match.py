@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..errors import (
     AdapterFormatError,
@@ -12,6 +14,7 @@ from ..errors import (
     UnsupportedAdapterError,
     closest,
 )
+from .altered import TITLES
 from .base import Base
 from .checkpoint import Checkpoint, TensorRef
 from .config import AdapterSpec
@@ -28,12 +31,11 @@ __all__ = ["AdapterPlan", "Factor", "TensorRef", "match"]
 
 # Roles that are understood and not served: role -> what they are.
 _REFUSED = {
-    "kasa": "the singular values of KaSA",
     "adalora": "the singular values of AdaLoRA",
 }
 
 # What a module may have beside its two factors: role -> what it is.
-_COMPANIONS = {"dora": "the magnitude of DoRA", "bias_B": "the bias of B"}
+_COMPANIONS = {"dora": "the magnitude of DoRA", "bias_B": "the bias of B", "kasa": "KaSA's singular values"}
 
 
 def match(
@@ -63,6 +65,8 @@ def match(
     keys = parse_keys(checkpoint.infos, where)
     _check_roles(keys, spec, where)
     modules, disagreements = _group(keys, spec, where)
+    if any("kasa" in roles for roles in modules.values()):
+        spec = replace(spec, altered="kasa")
     rest = [key for key in keys if key.role in ("base", "param", "original")]
     rows = [key for key in keys if key.role == "tokens"]
     renaming = find_renaming(modules, (key.path for key in (*rest, *rows)), table, where)
@@ -85,19 +89,20 @@ def match(
     vocab_size = vocabulary.resized(others.rows, held, where)
 
     factors: list[Factor] = []
+    converted: Counter[str] = Counter()
     for pair in placed:
         if vocab_size is not None and pair.path in others.rows:
             item = merged(pair, others.rows[pair.path], checkpoint, spec, base)
             others.saved = [item if (s.path, s.name) == (item.path, item.name) else s for s in others.saved]
             others.converted.append(f"{pair.a.name}, {pair.b.name}: worked into the {vocab_size} rows of {pair.path}")
             continue
-        factors += to_factors(pair, table.parts[pair.path], checkpoint, spec, base, others.biases)
+        factors += to_factors(pair, checkpoint, spec, base, others.biases, converted)
     factors += bias_factors(factors, others.biases, base)
     factors.sort(key=lambda factor: table.position[factor.path, factor.slice])
     _check_once(factors, placed, table, where)
     _check_invocation(spec, factors, others.biases, vocab_size or vocabulary.size, where)
     _check_complete(spec, renaming, table, placed, where)
-    _check_rank(factors, max_lora_rank, where)
+    _check_rank(factors, max_lora_rank, spec, where)
     return AdapterPlan(
         factors=tuple(factors),
         rank=max((factor.rank for factor in factors), default=0),
@@ -118,7 +123,7 @@ def match(
         tokens=tokens,
         invocation=spec.invocation,
         vocab_size=vocab_size,
-        converted=others.converted,
+        converted=[*others.converted, *(f"{text} ({n} x)" for text, n in converted.items())],
     )
 
 
@@ -161,12 +166,14 @@ def _group(keys: list[Key], spec: AdapterSpec, where: str) -> tuple[dict[str, di
     warnings = [
         *_check_companions("dora", spec.use_dora, "use_dora", modules, where),
         *_check_companions("bias_B", spec.lora_bias, "lora_bias", modules, where),
+        *_check_companions("kasa", spec.altered == "kasa", "kasa_config", modules, where),
     ]
     for path, roles in modules.items():
-        if len(_COMPANIONS.keys() & roles.keys()) == 2:
+        both = [text for role, text in _COMPANIONS.items() if role in roles]
+        if len(both) > 1:
             raise UnsupportedAdapterError(
-                f"{where}: {path!r} has both a magnitude (DoRA) and a bias of B (lora_bias): PEFT trains no such "
-                "adapter, and does not say what it would compute."
+                f"{where}: {path!r} has {' and '.join(both)}: PEFT trains no such adapter, and does not say what it "
+                "would compute."
             )
     return modules, warnings
 
@@ -176,7 +183,8 @@ def _check_companions(role: str, said: bool, name: str, modules: dict[str, dict[
     have = [path for path, roles in modules.items() if role in roles]
     lack = {path: None for path, roles in modules.items() if role not in roles}
     if have and not said:
-        return [f"the config says {name}=false, and {len(have)} modules have {_COMPANIONS[role]}: it counts."]
+        what = _COMPANIONS[role]
+        return [f"the config does not say {name}; {what} is in the file for {len(have)} modules, and counts."]
     if lack and (said or have):
         raise AdapterFormatError(
             f"{where}: {name}=true, and {len(lack)} of {len(modules)} trained modules have no tensor of "
@@ -196,7 +204,7 @@ def _place(
         path = renaming.names[trained]
         if path in table.parts:
             a, b = (roles[role] for role in sorted(FACTORS.intersection(roles)))
-            placed.append(Pair(trained, path, a, b, roles.get("dora"), roles.get("bias_B")))
+            placed.append(Pair(trained, path, a, b, roles.get("dora"), roles.get("bias_B"), roles.get("kasa")))
         elif path in table.left_out:
             outside[path] = trained
         else:
@@ -255,6 +263,7 @@ def _check_invocation(
     what = next((f"{factor.path!r}, an embedding" for factor in factors if factor.kind == "embedding"), None)
     what = what or ("biases" if biases else None)
     what = what or ("magnitudes (DoRA)" if any(factor.gain is not None for factor in factors) else None)
+    what = what or (f"against {TITLES[spec.altered]}'s base" if spec.altered else None)
     if what:
         raise UnsupportedAdapterError(
             f"{where}: an aLoRA (alora_invocation_tokens) that trains {what}, which PEFT does not start at the "
@@ -274,12 +283,13 @@ def _check_complete(spec: AdapterSpec, renaming: Renaming, table: TargetTable, p
         )
 
 
-def _check_rank(factors: list[Factor], max_lora_rank: int, where: str) -> None:
+def _check_rank(factors: list[Factor], max_lora_rank: int, spec: AdapterSpec, where: str) -> None:
     largest = max(factors, key=lambda factor: factor.rank, default=None)
     if largest is not None and largest.rank > max_lora_rank:
+        twice = f" (twice its own, for {TITLES[spec.altered]} on the clean base)" if spec.altered else ""
         raise SlotError(
-            f"{where}: {largest.path!r} has rank {largest.rank}, over max_lora_rank={max_lora_rank}. Enable the model "
-            f"with max_lora_rank={largest.rank} or more."
+            f"{where}: {largest.path!r} has rank {largest.rank}{twice}, over max_lora_rank={max_lora_rank}. Enable the "
+            f"model with max_lora_rank={largest.rank} or more."
         )
 
 

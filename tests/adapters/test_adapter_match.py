@@ -216,7 +216,6 @@ def test_resized_vocabulary(tensors: dict) -> None:
 @pytest.mark.parametrize(
     ("suffix", "words"),
     [
-        ("lora_diag", "KaSA"),
         ("lora_E", "AdaLoRA"),
     ],
 )

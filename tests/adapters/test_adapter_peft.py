@@ -133,7 +133,7 @@ def test_headless(tmp_path: Path) -> None:
 
 
 LATER = [
-    ({"init_lora_weights": "pissa"}, "PiSSA"),
+    ({"init_lora_weights": "pissa_niter_2"}, "PiSSA"),
     ({"layer_replication": [[0, 2], [0, 2]]}, "layer_replication"),
 ]
 

@@ -152,7 +152,7 @@ CASES = {
     ),
     "27_peft21_revision_sha_new_null_fields": Case(),
     "30_mc_target_modules_null_dora": refused("use_dora=true.*magnitude", AdapterFormatError),
-    "32_mc_bdlora": refused("use_bdlora"),
+    "32_mc_bdlora": Case(),
     "34_mc_init_mica": Case(),
     "35_mc_minimal_old_fields": Case(),
     "40_quoted_msswift_lookahead_regex": Case(check=lambda plan: len(plan.factors) == 14),
