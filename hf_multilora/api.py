@@ -242,6 +242,7 @@ class MultiLora:
                 ignored=plan.ignored,
                 left_out=plan.left_out,
                 warnings=plan.warnings,
+                facts=plan.facts(),
             )
 
     def _check_plan(self, plan: AdapterPlan) -> None:

@@ -22,7 +22,7 @@ from .convert import Pair, bias_factors, merged, to_factors
 from .keys import FACTORS, Key, Renaming, find_renaming, foreign_format, parse_keys
 from .plan import AdapterPlan, Factor, Readable
 from .saved import check_biases, check_whole, sort_others
-from .select import incomplete
+from .select import incomplete, unmatched
 from .targets import TargetTable
 from .tokens import token_rows
 from .vocabulary import Vocabulary
@@ -123,6 +123,7 @@ def match(
         tokens=tokens,
         invocation=spec.invocation,
         vocab_size=vocab_size,
+        unmatched=unmatched(spec, modules),
         converted=[*others.converted, *(f"{text} ({n} x)" for text, n in converted.items())],
     )
 
@@ -288,8 +289,8 @@ def _check_rank(factors: list[Factor], max_lora_rank: int, spec: AdapterSpec, wh
     if largest is not None and largest.rank > max_lora_rank:
         twice = f" (twice its own, for {TITLES[spec.altered]} on the clean base)" if spec.altered else ""
         raise SlotError(
-            f"{where}: {largest.path!r} has rank {largest.rank}{twice}, over max_lora_rank={max_lora_rank}. Enable the "
-            f"model with max_lora_rank={largest.rank} or more."
+            f"{where}: {largest.path!r} has rank {largest.rank}{twice}, over max_lora_rank={max_lora_rank}. Enable "
+            f"the model with max_lora_rank={largest.rank} or more."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -112,6 +112,7 @@ class AdapterPlan:
             counts everywhere.
         vocab_size: rows of the adapter's own vocabulary; None: the base's.
         converted: tensors that were not taken as stored, each with what became of it.
+        unmatched: names and patterns of the config that mean no trained module.
     """
 
     factors: tuple[Factor, ...]
@@ -129,6 +130,39 @@ class AdapterPlan:
     invocation: tuple[int, ...] = ()
     vocab_size: int | None = None
     converted: list[str] = field(default_factory=list)
+    unmatched: list[str] = field(default_factory=list)
+
+    def facts(self) -> dict[str, Any]:
+        """What a LoadReport says beyond names and sizes, as fields of it: plain values, fit for JSON."""
+        ignored = {text.partition(":")[0] for text in self.ignored}
+        unused = ignored.union(self.left_out)
+        return {
+            "tensors": sum(name not in unused for name in self.checkpoint.infos),
+            "features": self._features(),
+            "scalings": {factor.path: factor.scaling for factor in self.factors if factor.rank},
+            "saved": {f"{item.path}.{item.name}": list(item.ref.shape) for item in self.saved},
+            "tokens": {rows.path: list(rows.ids) for rows in self.tokens},
+            "invocation": list(self.invocation),
+            "vocab_size": self.vocab_size,
+            "converted": list(self.converted),
+            "unmatched": list(self.unmatched),
+        }
+
+    def _features(self) -> list[str]:
+        """What the adapter has beside plain LoRA, in words."""
+        gains = sum(factor.gain is not None for factor in self.factors)
+        shifts = sum(factor.shift is not None and factor.gain is None for factor in self.factors)
+        altered = {"pissa": "PiSSA", "olora": "OLoRA", "kasa": "KaSA"}.get(self.spec.altered)
+        found = [
+            f"DoRA ({gains})" if gains else "",
+            f"biases ({shifts})" if shifts else "",
+            f"{altered}'s base" if altered else "",
+            f"saved modules ({', '.join(dict.fromkeys(item.path for item in self.saved))})" if self.saved else "",
+            f"token rows ({', '.join(rows.path for rows in self.tokens)})" if self.tokens else "",
+            f"aLoRA, invoked by {list(self.invocation)}" if self.invocation else "",
+            f"a vocabulary of {self.vocab_size}" if self.vocab_size is not None else "",
+        ]
+        return [text for text in found if text]
 
     def close(self) -> None:
         """Release the files; the factors cannot be read afterwards."""

@@ -5,9 +5,11 @@ Nothing here locks: the store calls it with its own lock held.
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..errors import AdapterNotFoundError, SlotError, closest
 from ..report import CacheCounters, LoadReport
@@ -30,6 +32,7 @@ class Loaded:
     """What a loader gives back: the block, and what a report says about it.
 
     `fingerprint` is the hub commit where there is one; None: the content of the block is hashed when it matters.
+    `facts` are further fields of the report.
     """
 
     packed: PackedAdapter | None
@@ -39,6 +42,7 @@ class Loaded:
     ignored: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,6 +166,7 @@ class Entry:
             ignored=list(about.ignored),
             left_out=list(about.left_out),
             warnings=list(about.warnings),
+            **copy.deepcopy(dict(about.facts)),
         )
 
     def copy(self) -> Entry:
