@@ -60,6 +60,18 @@ def block_diagonal(stacked: torch.Tensor, n: int) -> torch.Tensor:
     return torch.block_diag(*stacked.float().chunk(n, dim=0))
 
 
+def check_altered(spec: AdapterSpec, base: Base, parts: Sequence[Part], name: str) -> None:
+    """Raises: UnsupportedAdapterError for a layer whose altered base PEFT does not define."""
+    title = TITLES[spec.altered]
+    targets = [base.table.targets[part.path] for part in parts]
+    if any(target.kind == "embedding" for target in targets):
+        raise UnsupportedAdapterError(f"{base.where}: {name!r} is an embedding: PEFT has no {title} for it.")
+    if spec.altered != "pissa" and any(target.transposed for target in targets):
+        raise UnsupportedAdapterError(
+            f"{base.where}: {name!r} is a Conv1D (weight [in, out]), for which PEFT's {title} is not defined."
+        )
+
+
 def with_removed(
     spec: AdapterSpec,
     base: Base,
@@ -80,17 +92,9 @@ def with_removed(
 
     Raises:
         AdapterFormatError: a rank that the method cannot have.
-        UnsupportedAdapterError: a layer whose altered base PEFT does not define.
     """
     title = TITLES[spec.altered]
     (rank, inside), out = a.shape, b.shape[0]
-    targets = [base.table.targets[part.path] for part in parts]
-    if any(target.kind == "embedding" for target in targets):
-        raise UnsupportedAdapterError(f"{base.where}: {name!r} is an embedding: PEFT has no {title} for it.")
-    if spec.altered != "pissa" and any(target.transposed for target in targets):
-        raise UnsupportedAdapterError(
-            f"{base.where}: {name!r} is a Conv1D (weight [in, out]), for which PEFT's {title} is not defined."
-        )
     if rank > min(inside, out):
         raise AdapterFormatError(f"{base.where}: {name!r}: {title} of rank {rank} on a layer of {inside} x {out}.")
     held: list[tuple[torch.Tensor, torch.Tensor]] = []

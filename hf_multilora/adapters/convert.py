@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError
-from .altered import TITLES, expanded, rows_of, with_removed
+from .altered import TITLES, check_altered, expanded, rows_of, with_removed
 from .base import Base
 from .checkpoint import Checkpoint, TensorInfo, TensorRef
 from .computed import Computed
@@ -70,6 +70,8 @@ def to_factors(
         _check_matrix(key, checkpoint.infos[key.name], where)
     target = base.table.targets[parts[0].path]
     _check_kind(pair, target.kind, where)
+    if spec.altered:
+        check_altered(spec, base, parts, pair.trained)
     a, b, how = expanded(spec, pair.ref(checkpoint, "a"), pair.ref(checkpoint, "b"), target.in_features)
     _check_shapes(pair, a.shape, b.shape, target.in_features, width, base.table, where)
     rank = a.shape[0]

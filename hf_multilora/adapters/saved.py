@@ -156,16 +156,15 @@ def _take_whole(
             )
     else:
         tensor = base.table.read_base(name)
-        if tensor is not None and not tensor.is_meta:
-            if not tensor.is_floating_point():
-                raise UnsupportedAdapterError(
-                    f"{checkpoint.where}: {key.name} takes the place of {name}, which is quantised in this model, and "
-                    "cannot be replaced or compared."
-                )
-            same = same_numbers(checkpoint.read(key.name), tensor)
-            if same is not None:
-                _note_copy(key, {(same, tensor.dtype)}, others)
-                return False
+        if tensor is None or tensor.is_meta or not tensor.is_floating_point():
+            raise UnsupportedAdapterError(
+                f"{checkpoint.where}: {key.name} takes the place of {name}, unless it is a copy, and that cannot be "
+                "told: the model's own is quantised or offloaded, and can neither be compared nor replaced."
+            )
+        same = same_numbers(checkpoint.read(key.name), tensor)
+        if same is not None:
+            _note_copy(key, {(same, tensor.dtype)}, others)
+            return False
     ref = TensorRef(checkpoint, key.name)
     others.saved.append(SavedParam(root, name.removeprefix(f"{root}."), ref))
     if path in vocabulary and key.leaf == "weight":

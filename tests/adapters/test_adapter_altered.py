@@ -86,6 +86,14 @@ def test_what_peft_does_not_define() -> None:
         load(adapter(targets, ["q_proj"]), targets, config(kasa_config={"beta": 1}))
 
 
+def test_olora_on_conv1d(tmp_path: Path) -> None:
+    """PEFT decomposes the weight as it lies, [in, out], and its factors fit nothing."""
+    base = make("gpt2")
+    saved(base, tmp_path, target_modules=["c_attn"], init_lora_weights="olora")
+    with pytest.raises(UnsupportedAdapterError, match="c_attn' is a Conv1D .* PEFT's OLoRA is not defined"):
+        load_plan(tmp_path, table_of(base), max_lora_rank=16)
+
+
 def test_base_that_the_file_ships() -> None:
     """A residual weight in the file is what A and B belong to: nothing has to be computed again."""
     targets = llama(base=base_of(llama()))
