@@ -12,6 +12,11 @@ from .plan import Readable
 from .targets import Part, TargetTable
 
 
+def is_plain(tensor: torch.Tensor | None) -> bool:
+    """Whether its elements are the numbers themselves: not quantised (as 8-bit floats are), and not offloaded."""
+    return tensor is not None and not tensor.is_meta and tensor.is_floating_point() and tensor.element_size() > 1
+
+
 @dataclass(frozen=True)
 class Base:
     """Reads the base, or what a checkpoint puts in its place.
@@ -48,11 +53,12 @@ class Base:
         """
         override = self.overrides.get(name)
         tensor = self.table.read_base(name) if override is None else override.read()
-        if tensor is None or tensor.is_meta or not tensor.is_floating_point():
+        if not is_plain(tensor):
             raise UnsupportedAdapterError(
                 f"{self.where}: {why} is computed from the base's own {name}, which cannot be read as numbers "
                 "(quantised, or offloaded). Load the base in half precision, on one device."
             )
+        assert tensor is not None
         return tensor.detach()
 
     def weight(self, part: Part, why: str) -> torch.Tensor:

@@ -17,11 +17,13 @@ from ..errors import (
 from .altered import TITLES
 from .base import Base
 from .checkpoint import Checkpoint, TensorRef
+from .complete import check_biases, check_whole
 from .config import AdapterSpec
 from .convert import Pair, bias_factors, merged, to_factors
+from .group import group, some
 from .keys import FACTORS, Key, Renaming, find_renaming, foreign_format, parse_keys
 from .plan import AdapterPlan, Factor, Readable
-from .saved import check_biases, check_whole, sort_others
+from .saved import sort_others
 from .select import incomplete, unmatched
 from .targets import TargetTable
 from .tokens import token_rows
@@ -33,9 +35,6 @@ __all__ = ["AdapterPlan", "Factor", "TensorRef", "match"]
 _REFUSED = {
     "adalora": "the singular values of AdaLoRA",
 }
-
-# What a module may have beside its two factors: role -> what it is.
-_COMPANIONS = {"dora": "the magnitude of DoRA", "bias_B": "the bias of B", "kasa": "KaSA's singular values"}
 
 
 def match(
@@ -64,7 +63,7 @@ def match(
     where = checkpoint.where
     keys = parse_keys(checkpoint.infos, where)
     _check_roles(keys, spec, where)
-    modules, disagreements = _group(keys, spec, where)
+    modules, disagreements = group(keys, spec, where)
     if any("kasa" in roles for roles in modules.values()):
         spec = replace(spec, altered="kasa")
     rest = [key for key in keys if key.role in ("base", "param", "original")]
@@ -74,16 +73,16 @@ def match(
     if outside and not ignore_untargeted:
         raise AdapterMatchError(
             f"{where}: {len(outside)} of {len(modules)} trained modules were left out by target_modules when the "
-            f"model was enabled: {_some(outside)}. Enable it with them, or pass ignore_untargeted=True to do without."
+            f"model was enabled: {some(outside)}. Enable it with them, or pass ignore_untargeted=True to do without."
         )
     if outside and not placed:
-        raise AdapterMatchError(f"{where}: every trained module was left out by target_modules: {_some(outside)}.")
+        raise AdapterMatchError(f"{where}: every trained module was left out by target_modules: {some(outside)}.")
 
     vocabulary = Vocabulary.of(table)
     others = sort_others(rest, renaming.names, spec, checkpoint, Base(table, where), vocabulary)
     base = Base(table, where, {f"{item.path}.{item.name}": item.ref for item in others.saved})
-    strange = check_whole(others, rest, renaming.names, spec, base)
-    check_biases(others, rest, renaming.names, [pair.path for pair in placed], base, spec.bias)
+    strange = check_whole(others.saved, rest, renaming.names, spec, base)
+    others.warnings += check_biases(rest, renaming.names, [pair.path for pair in placed], base, spec.bias)
     saved = {f"{item.path}.{item.name}".rpartition(".")[0] for item in others.saved}
     tokens, held = token_rows(rows, renaming.names, spec, checkpoint, base, vocabulary, saved)
     vocab_size = vocabulary.resized(others.rows, held, where)
@@ -139,59 +138,8 @@ def _check_roles(keys: list[Key], spec: AdapterSpec, where: str) -> None:
             raise AdapterFormatError(f"{where}: holds no tensor at all.")
         owner = foreign_format(keys[0].name)
         hint = f" They look like {owner}, not PEFT's LoRA." if owner else " Is it a full model, or merged already?"
-        names = _some(dict.fromkeys(key.name for key in keys))
+        names = some(dict.fromkeys(key.name for key in keys))
         raise AdapterFormatError(f"{where}: holds no LoRA factors (lora_A, lora_B) among {len(keys)}: {names}.{hint}")
-
-
-def _group(keys: list[Key], spec: AdapterSpec, where: str) -> tuple[dict[str, dict[str, Key]], list[str]]:
-    """Trained module path -> its factors, and what goes with them, by role; and warnings."""
-    modules: dict[str, dict[str, Key]] = {}
-    for key in keys:
-        if key.role not in FACTORS and key.role not in _COMPANIONS:
-            continue
-        roles = modules.setdefault(key.path, {})
-        if key.role in roles:
-            raise AdapterFormatError(f"{where}: {roles[key.role].name} and {key.name} mean the same factor.")
-        roles[key.role] = key
-    for path, roles in modules.items():
-        factors = sorted(FACTORS.intersection(roles))
-        wanted = ("embedding_A", "embedding_B") if factors and "embedding" in factors[0] else ("A", "B")
-        if len(factors) > 2 or (len(factors) == 2 and tuple(factors) != wanted):
-            raise AdapterFormatError(f"{where}: {path!r} has the factors {factors}, which do not go together.")
-        for role in wanted:
-            if role not in roles:
-                raise AdapterFormatError(
-                    f"{where}: {next(iter(roles.values())).name} has no lora_{role} beside it. A missing factor is "
-                    "never taken as zero: the file is incomplete, copy or download it again."
-                )
-    warnings = [
-        *_check_companions("dora", spec.use_dora, "use_dora", modules, where),
-        *_check_companions("bias_B", spec.lora_bias, "lora_bias", modules, where),
-        *_check_companions("kasa", spec.altered == "kasa", "kasa_config", modules, where),
-    ]
-    for path, roles in modules.items():
-        both = [text for role, text in _COMPANIONS.items() if role in roles]
-        if len(both) > 1:
-            raise UnsupportedAdapterError(
-                f"{where}: {path!r} has {' and '.join(both)}: PEFT trains no such adapter, and does not say what it "
-                "would compute."
-            )
-    return modules, warnings
-
-
-def _check_companions(role: str, said: bool, name: str, modules: dict[str, dict[str, Key]], where: str) -> list[str]:
-    """Compare what the config says with the tensors, which decide; a tensor that is missing is an error."""
-    have = [path for path, roles in modules.items() if role in roles]
-    lack = {path: None for path, roles in modules.items() if role not in roles}
-    if have and not said:
-        what = _COMPANIONS[role]
-        return [f"the config does not say {name}; {what} is in the file for {len(have)} modules, and counts."]
-    if lack and (said or have):
-        raise AdapterFormatError(
-            f"{where}: {name}=true, and {len(lack)} of {len(modules)} trained modules have no tensor of "
-            f"{_COMPANIONS[role]}: {_some(lack)}. The file is incomplete, copy or download it again."
-        )
-    return []
 
 
 def _place(
@@ -238,7 +186,7 @@ def _no_such_module(strangers: dict[str, str], total: int, table: TargetTable, w
     near = " That module is no linear layer or embedding." if known else closest(path, table.parts)
     return AdapterMatchError(
         f"{where}: {share} {total} trained modules {'exist' if len(strangers) == total else 'do not exist'} in the "
-        f"model{base}: {_some(strangers)}.{near} Was it trained on another base, or with other module names?"
+        f"model{base}: {some(strangers)}.{near} Was it trained on another base, or with other module names?"
     )
 
 
@@ -278,7 +226,7 @@ def _check_complete(spec: AdapterSpec, renaming: Renaming, table: TargetTable, p
     if missing:
         raise AdapterFormatError(
             f"{where}: the config's target_modules choose {len(missing)} modules of this model that have no tensors: "
-            f"{_some(dict.fromkeys(missing))}. PEFT saves every module that it trains, so the file is incomplete; a "
+            f"{some(dict.fromkeys(missing))}. PEFT saves every module that it trains, so the file is incomplete; a "
             "missing factor is never taken as zero. Copy or download it again; or, if it never trained them, name in "
             "target_modules only what it did."
         )
@@ -292,8 +240,3 @@ def _check_rank(factors: list[Factor], max_lora_rank: int, spec: AdapterSpec, wh
             f"{where}: {largest.path!r} has rank {largest.rank}{twice}, over max_lora_rank={max_lora_rank}. Enable "
             f"the model with max_lora_rank={largest.rank} or more."
         )
-
-
-def _some(names: dict[str, str] | dict[str, None], n: int = 4) -> str:
-    shown = ", ".join(map(repr, list(names)[:n]))
-    return shown if len(names) <= n else f"{shown} and {len(names) - n} more"

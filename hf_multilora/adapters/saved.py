@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError, closest
-from .base import Base
+from .base import Base, is_plain
 from .checkpoint import Checkpoint, TensorRef
+from .complete import saved_root, within
 from .config import AdapterSpec
 from .keys import Key, foreign_format
 from .plan import Readable, SavedParam
-from .targets import Part, TargetTable, is_head
+from .targets import Part, TargetTable
 from .vocabulary import Vocabulary
 
 _CHUNK = 1 << 24  # elements compared at once: bounds the memory that casting takes
@@ -82,9 +83,10 @@ def sort_others(
         info = checkpoint.infos[key.name]
         if not info.dtype.is_floating_point:
             raise _not_numbers(key, path, spec, checkpoint, base.table)
-        root = _saved_root(path, spec)
-        if key.leaf == "bias" and root is None and _is_linear(path, base):
-            parts = base.table.parts[path]
+        root = saved_root(path, spec)
+        parts = base.table.parts.get(path, ())
+        resized = path in vocabulary and info.shape != (parts[-1].stop,) if parts else False
+        if key.leaf == "bias" and root is None and _is_linear(path, base) and not resized:
             _take_bias(key, info.shape, parts, checkpoint, base, others)
             differs = (parts[0].path, parts[0].slice) in others.biases
             said = spec.bias != "none"
@@ -156,11 +158,12 @@ def _take_whole(
             )
     else:
         tensor = base.table.read_base(name)
-        if tensor is None or tensor.is_meta or not tensor.is_floating_point():
+        if not is_plain(tensor):
             raise UnsupportedAdapterError(
                 f"{checkpoint.where}: {key.name} takes the place of {name}, unless it is a copy, and that cannot be "
                 "told: the model's own is quantised or offloaded, and can neither be compared nor replaced."
             )
+        assert tensor is not None
         same = same_numbers(checkpoint.read(key.name), tensor)
         if same is not None:
             _note_copy(key, {(same, tensor.dtype)}, others)
@@ -169,7 +172,7 @@ def _take_whole(
     others.saved.append(SavedParam(root, name.removeprefix(f"{root}."), ref))
     if path in vocabulary and key.leaf == "weight":
         others.rows[path] = shape[0]
-        if _saved_root(path, spec) is None:
+        if saved_root(path, spec) is None:
             others.shared[path] = ref
     return True
 
@@ -204,101 +207,6 @@ def same_numbers(copy: torch.Tensor, base: torch.Tensor) -> torch.dtype | None:
         pairs = zip(left.split(_CHUNK), right.split(_CHUNK), strict=True)
         if all(torch.equal(a.to(dtype), b.to(dtype)) for a, b in pairs):
             return dtype
-    return None
-
-
-def check_whole(others: Others, keys: list[Key], names: dict[str, str], spec: AdapterSpec, base: Base) -> list[str]:
-    """Modules that the config says were saved must be there as a whole, and heads must be of one width.
-
-    Returns:
-        Names in modules_to_save that neither the model nor the file knows, which are harmless.
-
-    Raises:
-        AdapterFormatError: the model has such a module, and the file lacks it or a parameter of it.
-        AdapterMatchError: a weight and a bias of different heads.
-    """
-    where, table = base.where, base.table
-    held = {f"{names[key.path]}.{key.leaf}" for key in keys}
-    strange = []
-    for name in spec.modules_to_save:
-        if not any(within(name, key.path) for key in keys):
-            found = next((module for module in table.modules if module == name or module.endswith(f".{name}")), None)
-            if found:
-                raise AdapterFormatError(
-                    f"{where}: modules_to_save names {name!r}, the model has {found!r}, and the file holds no tensor "
-                    "of it: it is incomplete. Copy or download it again."
-                )
-            strange.append(name)
-    for root in {root for path in names.values() if (root := _saved_root(path, spec))}:
-        if not any(parameter.startswith(f"{root}.") for parameter in held):
-            continue
-        lack = [p for p in table.parameters if p.startswith(f"{root}.") and p not in held]
-        if lack:
-            raise AdapterFormatError(
-                f"{where}: modules_to_save names {root!r}, and the file lacks {', '.join(lack[:4])}: it is "
-                "incomplete. Copy or download it again."
-            )
-    widths: dict[str, tuple[str, int]] = {}
-    for item in others.saved:
-        full = f"{item.path}.{item.name}"
-        module, _, leaf = full.rpartition(".")
-        known = base.shape(full)
-        if leaf not in ("weight", "bias") or not known:
-            continue
-        other, width = widths.setdefault(module, (full, item.ref.shape[0]))
-        sibling = f"{module}.{'bias' if leaf == 'weight' else 'weight'}"
-        beside = {f"{s.path}.{s.name}" for s in others.saved}
-        changed = item.ref.shape[0] != known[0]
-        if width != item.ref.shape[0] or (changed and sibling not in beside and base.shape(sibling) is not None):
-            raise AdapterMatchError(
-                f"{where}: {full} and {other if other != full else sibling} have different widths."
-            )
-    return strange
-
-
-def check_biases(
-    others: Others, keys: list[Key], names: dict[str, str], pairs: list[str], base: Base, said: str
-) -> None:
-    """Biases that the config says were trained must be in the file, all or (older PEFT) none of them.
-
-    Args:
-        pairs: modules of the model with factors.
-        said: the config's `bias`.
-
-    Raises:
-        AdapterFormatError: some of them are missing.
-    """
-    if said == "none":
-        return
-    held = {f"{names[key.path]}.{key.leaf}" for key in keys}
-    parts = {path: base.table.parts[path][0].path for path in pairs}
-    wanted = [f"{path}.bias" for path, owner in parts.items() if base.has_bias(owner)]
-    if said == "all":
-        slices = {part.path for path in pairs for part in base.table.parts[path]}
-        owners = [(name, name.removesuffix(".bias")) for name in base.table.parameters if name.endswith(".bias")]
-        wanted += [name for name, owner in owners if owner not in slices and not is_head(owner)]
-    lack = [name for name in dict.fromkeys(wanted) if name not in held]
-    if lack and len(lack) == len(set(wanted)):
-        others.warnings.append(f"bias={said!r}, and the file holds no bias: the base's own stay (as in older PEFT).")
-    elif lack:
-        raise AdapterFormatError(
-            f"{base.where}: bias={said!r}, and {len(lack)} biases are not in the file: {', '.join(lack[:4])}. It is "
-            "incomplete: copy or download it again."
-        )
-
-
-def within(name: str, path: str) -> bool:
-    """Whether a module called `name` is, or holds, `path`."""
-    return f".{name}." in f".{path}."
-
-
-def _saved_root(path: str, spec: AdapterSpec) -> str | None:
-    """The outermost module around `path` that modules_to_save names: PEFT takes all that end like one."""
-    parts = path.split(".")
-    for n in range(1, len(parts) + 1):
-        place = ".".join(parts[:n])
-        if place.endswith(spec.modules_to_save):
-            return place
     return None
 
 

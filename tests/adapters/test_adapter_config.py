@@ -111,7 +111,9 @@ WRONG_TYPES = [
     ("r", "8"), ("r", True), ("r", 0), ("r", -1), ("r", 2.5), ("lora_alpha", "16"), ("lora_alpha", math.nan),
     ("use_rslora", "yes"), ("rank_pattern", [1]), ("rank_pattern", {"a": "b"}), ("rank_pattern", {"a": 0}),
     ("alpha_pattern", {"(": 1}), ("target_modules", "("), ("target_modules", [1]), ("target_modules", 7),
-    ("layers_to_transform", ["0"]), ("modules_to_save", [None]), ("bias", "some"), ("use_dora", 1), ("lora_bias", "x"),
+    ("layers_to_transform", ["0"]), ("modules_to_save", [None]), ("layers_pattern", "("),
+    ("modules_to_save", ["a", "*b"]), ("bias", "some"),
+    ("use_bdlora", {"nblocks": 0}), ("use_bdlora", True), ("use_qalora", 1), ("use_dora", 1), ("lora_bias", "x"),
     ("alora_invocation_tokens", "5"), ("alora_invocation_tokens", [1.0]), ("trainable_token_indices", [1, 1]),
     ("trainable_token_indices", [-1]), ("trainable_token_indices", {"embed_tokens": 3}),
 ]  # fmt: skip

@@ -106,6 +106,18 @@ def test_vocabularies_that_do_not_fit() -> None:
         load(TENSORS | more, TARGETS, config())
 
 
+def test_bias_of_a_resized_head() -> None:
+    """A head's bias is resized with it, and then no shift of the base's columns can stand for it."""
+    targets = llama(base=BASE | {"lm_head.bias": torch.zeros(V)})
+    more = {f"base_model.model.{path}": torch.ones(70, H) for path in ("lm_head.weight", "model.embed_tokens.weight")}
+    bias = {"base_model.model.lm_head.bias": torch.ones(70)}
+    plain = adapter(targets, ["q_proj"])
+    plan = load(plain | more | bias, targets, config())
+    assert ("lm_head", "bias") in {(item.path, item.name) for item in plan.saved} and plan.vocab_size == 70
+    with pytest.raises(AdapterMatchError, match="different widths"):
+        load(plain | more, targets, config())
+
+
 HEADED = table(
     {"self_attn.q_proj": (H, H)},
     heads=(),
@@ -246,7 +258,8 @@ def test_base_that_cannot_be_read() -> None:
     key = "base_model.model.lm_head.base_layer.weight"
     with pytest.raises(AdapterMatchError, match="no parameter 'weight' that can be read"):
         read({key: BASE["lm_head.weight"]}, llama())
-    for unreadable in (torch.zeros(V, H, dtype=torch.uint8), torch.empty(V, H, device="meta")):
+    eights = (torch.zeros(V, H, dtype=dtype) for dtype in (torch.uint8, torch.float8_e4m3fn))
+    for unreadable in (*eights, torch.empty(V, H, device="meta")):
         with pytest.raises(UnsupportedAdapterError, match="quantised or offloaded, and can neither be compared"):
             read({key: BASE["lm_head.weight"]}, llama(base={"lm_head.weight": unreadable}))
 
