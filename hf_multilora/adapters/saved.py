@@ -150,7 +150,7 @@ def _take_whole(
         raise _stranger(key, path, spec, checkpoint, base.table)
     shape = checkpoint.infos[key.name].shape
     if shape != known:
-        labels = path not in vocabulary and "." not in root and root in base.table.modules
+        labels = path not in vocabulary and "." not in root and path == _last(root, path, base.table)
         if shape[1:] != known[1:] or not shape or not (labels or path in vocabulary):
             raise AdapterMatchError(
                 f"{checkpoint.where}: {key.name} has the shape {shape}, the model's {name} has {known}. Is it an "
@@ -185,6 +185,12 @@ def spread_shared(others: Others, vocabulary: Vocabulary) -> None:
                 others.saved.append(SavedParam(other, "weight", ref))
                 others.rows[other] = ref.shape[0]
                 others.converted.append(f"{ref.key}: for {other}, which shares the weight, too")
+
+
+def _last(root: str, path: str, table: TargetTable) -> str:
+    """The last module with parameters in a head: the one whose outputs are the labels."""
+    inside = [name.rpartition(".")[0] for name in table.parameters if name.startswith(f"{root}.")]
+    return inside[-1] if inside else path
 
 
 def _note_copy(key: Key, dtypes: set[tuple[torch.dtype | None, torch.dtype]], others: Others) -> None:

@@ -46,6 +46,10 @@ def token_rows(
                 f"{where}: {key.name} holds rows of {path!r}, and the config's trainable_token_indices does not say "
                 "for which tokens."
             )
+        if not checkpoint.infos[key.name].dtype.is_floating_point:
+            raise AdapterFormatError(
+                f"{where}: {key.name} has the dtype {checkpoint.infos[key.name].dtype}: expected floating-point rows."
+            )
         used.add(layer)
         if path in found:
             raise AdapterFormatError(f"{where}: two tensors hold trained rows of {path!r}.")
