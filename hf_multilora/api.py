@@ -17,15 +17,28 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .adapters.load import load_plan
-from .adapters.plan import AdapterPlan
+from .adapters.plan import AdapterPlan, SavedParam
 from .config import MultiLoraConfig
 from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, UnsupportedAdapterError, closest
 from .generation.calls import Calls
 from .generation.ids import BASE, names_of
 from .generation.logits import Vocabulary
-from .generation.mixin import MultiLoraMixin, swap_class
-from .inject import InstanceGuard, Survey, check_intact, placement, saved_layer, survey, swap_in, swap_out
+from .generation.mixin import MultiLoraMixin, PartMixin, restore_parts, swap_class, swap_parts
+from .inject import (
+    InstanceGuard,
+    Survey,
+    check_containers,
+    check_intact,
+    containers,
+    placement,
+    saved_layer,
+    survey,
+    swap_in,
+    swap_out,
+    tied_groups,
+)
 from .kernels.ops import EmbeddingOp, LinearOp, Workspace
+from .layers import LoraLayer
 from .layers.embedding import LoraEmbedding
 from .layers.linear import LoraHead
 from .memory.estimate import estimate_memory as estimate_layout
@@ -122,15 +135,25 @@ class MultiLora:
         # Everything that can fail comes before the first change of the model.
         self._layout = Layout.from_targets(self._survey.table.targets)
         self.store = store or AdapterStore(self._layout, config, device, dtype)
+        self._tied = tied_groups(model)
         self._routing = Routing(self.store.arena.device)
         self._wrapping = threading.Lock()
-        self.calls = Calls(self.store, self._routing, self.ensure, self._check_layers, lambda: model.training)
+        self.calls = Calls(
+            self.store,
+            self._routing,
+            self.ensure,
+            self._check_layers,
+            lambda: model.training,
+            bool(getattr(model.config, "is_encoder_decoder", False)),
+        )
         if config.extra_vocab_size:
             self.calls.vocabulary = Vocabulary(self._base_vocabulary(), config.extra_vocab_size)
         model.__dict__.pop("_compiled_call", None)
         self._wrappers = swap_in(self._survey.found, self._routing)
         self._bind()
+        self._containers = containers(model, self._wrappers)
         self._guard = InstanceGuard(model)
+        swap_parts(model, self.calls)
         self._old_class = swap_class(model)
         model.__dict__["multilora"] = self
 
@@ -149,10 +172,22 @@ class MultiLora:
             else:
                 op = LinearOp(*common, target.in_features, target.widths, self.config.max_lora_rank, workspace)
             wrapper.bind(frozenset(range(first, first + len(target.widths))), op)
-        extra = self.config.extra_vocab_size
-        for embedding in (self._model.get_input_embeddings(), self._model.get_output_embeddings()):
-            if extra and isinstance(embedding, (LoraEmbedding, LoraHead)):
-                embedding.extra = extra
+        extra, tied = self.config.extra_vocab_size, self._tied_embeddings()
+        for path in tied if extra else ():
+            if isinstance(self._wrappers.get(path), (LoraEmbedding, LoraHead)):
+                self._wrappers[path].__dict__["extra"] = extra
+        tokens = self._model.get_input_embeddings()
+        for wrapper in self._wrappers.values():
+            if isinstance(wrapper, LoraEmbedding):
+                wrapper.positions = wrapper is not tokens and wrapper._path not in tied
+
+    def _tied_embeddings(self) -> set[str]:
+        """Paths of the input embedding, the head, and every module that shares a matrix with one of them."""
+        ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
+        paths = {path for path, module in self._model.named_modules() if any(module is end for end in ends)}
+        for path in list(paths):
+            paths |= {name.rpartition(".")[0] for name in self._tied.get(f"{path}.weight", ())}
+        return paths
 
     def load(
         self,
@@ -225,15 +260,16 @@ class MultiLora:
     def _read(self, source: Any, **options: Any) -> Loaded:
         with load_plan(source, self._survey.table, **options) as plan:
             self._check_plan(plan)
+            saved = self._with_tied(plan)
             packed = self.store.pack(
                 plan.factors,
-                saved=plan.saved,
+                saved=saved,
                 tokens=plan.tokens,
                 invocation=plan.invocation,
                 vocab_size=plan.vocab_size,
                 base_dtype=self._base_dtype,
             )
-            self._wrap_saved(plan)
+            self._wrap_saved(saved, plan.vocab_size)
             return Loaded(
                 packed,
                 source=plan.source,
@@ -259,14 +295,26 @@ class MultiLora:
                 f"extra_vocab_size={plan.vocab_size - size}."
             )
 
-    def _wrap_saved(self, plan: AdapterPlan) -> None:
+    def _with_tied(self, plan: AdapterPlan) -> list[SavedParam]:
+        """A resized vocabulary was written into one matrix, and so into every module that shares it."""
+        saved = list(plan.saved)
+        known = {f"{item.path}.{item.name}" for item in saved}
+        for item in plan.saved if plan.vocab_size is not None else ():
+            for name in self._tied.get(f"{item.path}.{item.name}", ()):
+                if name not in known:
+                    path, _, attribute = name.rpartition(".")
+                    saved.append(SavedParam(path, attribute, item.ref))
+                    known.add(name)
+        return saved
+
+    def _wrap_saved(self, saved: Iterable[SavedParam], vocab_size: int | None) -> None:
         """Put wrappers around modules that this is the first adapter to save."""
-        owners = {f"{saved.path}.{saved.name}".rpartition(".")[0] for saved in plan.saved}
+        owners = {f"{item.path}.{item.name}".rpartition(".")[0] for item in saved}
         with self._wrapping:
             for path in owners - set(self._wrappers):
                 self._survey.found[path] = item = saved_layer(self._model, path)
                 self._wrappers |= swap_in({path: item}, self._routing)
-            if plan.vocab_size is not None and self.calls.vocabulary is None:
+            if vocab_size is not None and self.calls.vocabulary is None:
                 self.calls.vocabulary = Vocabulary(self._base_vocabulary(), self.config.extra_vocab_size)
 
     def _base_dtype(self, path: str, name: str) -> torch.dtype | None:
@@ -300,6 +348,7 @@ class MultiLora:
             AdapterNotFoundError: not registered.
             SlotError: called from inside of a call that uses it, which would wait for itself.
         """
+        self._check_wait("unloaded")
         call = self.calls.current()
         if call is not None and call.lease is not None:
             busy = {n for key in call.lease.slots for n in names_of(key)}
@@ -316,7 +365,15 @@ class MultiLora:
             SlotError: every slot is pinned already.
         """
         self.ensure(name)
+        self._check_wait("pinned")
         self.store.pin(name)
+
+    def _check_wait(self, what: str) -> None:
+        if self.calls.holds_lock():
+            raise SlotError(
+                f"An adapter cannot be {what} from inside of a forward, or of a `use` block of a compiled model: "
+                "calls that would have to end first may be waiting for this one."
+            )
 
     def unpin(self, name: str) -> None:
         """Let an adapter be evicted again."""
@@ -373,6 +430,7 @@ class MultiLora:
     def _check_layers(self, sites: Collection[int]) -> None:
         paths = dict.fromkeys(self._layout.sites[site].path for site in sites)
         check_intact(paths, self._survey.found, self._wrappers)
+        check_containers(self._containers)
 
     def follow_model(self) -> None:
         """After model.to(), half() and the like: slots and adapters move along."""
@@ -402,6 +460,7 @@ class MultiLora:
         with self.calls.stopped("disabled"):
             swap_out(self._survey.found, self._wrappers)
             self._guard.undo()
+            restore_parts(self._model)
             self._model.__class__ = self._old_class
             del self._model.__dict__["multilora"]
             self._model.__dict__.pop("_compiled_call", None)
@@ -428,6 +487,8 @@ def _config(config: MultiLoraConfig | None, options: dict[str, Any]) -> MultiLor
 
 
 def _check_model(model: Any) -> None:
+    if isinstance(model, PartMixin):
+        raise ModelError("This model is part of one that is enabled already, and is served with it.")
     if isinstance(model, MultiLoraMixin):
         raise ModelError("The model is enabled already. Call disable_multilora(model) first to choose other options.")
     if not isinstance(model, PreTrainedModel):
@@ -435,6 +496,8 @@ def _check_model(model: Any) -> None:
         if hasattr(model, "_orig_mod"):
             hint = " Enable the model first, then compile it: torch.compile(enable_multilora(model))."
         raise ModelError(f"Expected a transformers PreTrainedModel or a PeftModel, got {type(model).__name__}.{hint}")
+    if any(isinstance(module, LoraLayer) for module in model.modules()):
+        raise ModelError("A model inside of this one is enabled already. Call disable_multilora on that one first.")
     if model.training:
         raise ModelError("The model is in training mode; adapters are served for inference. Call model.eval() first.")
     if getattr(model, "_hf_peft_config_loaded", False):

@@ -43,6 +43,7 @@ class Found:
     wrapper: type[LoraLayer]
     target: Target | None
     places: list[tuple[nn.Module, str]] = field(default_factory=list)  # (parent, attribute)
+    scattered: str = ""  # why its inputs do not begin with rows of the batch; empty where they do
 
 
 @dataclass
@@ -102,7 +103,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
                 transposed=isinstance(module, Conv1D),
                 has_bias=wrapper.kind == "linear" and getattr(module, "bias", None) is not None,
             )
-            found[path] = Found(module, wrapper, target, [(parent, name)])
+            found[path] = Found(module, wrapper, target, [(parent, name)], _scattered(model, path))
     _check_selection(config, found, refused, modules)
     table = TargetTable(
         targets={path: item.target for path, item in found.items() if item.target is not None},
@@ -113,7 +114,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
         read_base=functools.partial(_read_base, model),
         prefixes=(*aliases, *_renamed_keys(model)),
         parameters={name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
-        tied=_tied(model),
+        tied=frozenset(tied_groups(model)),
     )
     return Survey(found, table)
 
@@ -125,18 +126,19 @@ def saved_layer(model: nn.Module, path: str) -> Found:
     return Found(module, SavedLayer, None, places)
 
 
-def _tied(model: nn.Module) -> frozenset[str]:
+def tied_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Name of each parameter that is tied -> the names of all that share it."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return frozenset(name for group in names.values() if len(group) > 1 for name in group)
+    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
 
 
 def swap_in(found: dict[str, Found], routing: Routing) -> dict[str, LoraLayer]:
     """Put a wrapper in the place of every layer of `found`."""
     wrappers = {}
     for path, item in found.items():
-        wrappers[path] = wrapper = item.wrapper.wrap(item.module, path, routing)
+        wrappers[path] = wrapper = item.wrapper.wrap(item.module, path, routing, item.scattered)
         for parent, name in item.places:
             setattr(parent, name, wrapper)
     return wrappers
@@ -166,6 +168,29 @@ def check_intact(
                     "cannot reach it. Remove what was put there (PEFT layers, for example), or call "
                     "disable_multilora(model) before a change and enable_multilora(model) after it."
                 )
+
+
+def containers(model: nn.Module, paths: Iterable[str]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, attribute, child) of everything between the model and the layers of these paths."""
+    found: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
+    for path in paths:
+        parent = model
+        for name in path.split(".")[:-1]:
+            child = parent._modules[name]
+            assert child is not None
+            found[id(parent), name] = (parent, name, child)
+            parent = child
+    return list(found.values())
+
+
+def check_containers(chain: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:
+    """Raises: ModelError where a block of layers was replaced, and its adapters with it."""
+    for parent, name, child in chain:
+        if parent._modules.get(name) is not child:
+            raise ModelError(
+                f"{name!r} of {type(parent).__name__} has been replaced since enable_multilora, so that adapters "
+                "cannot reach its layers. Call disable_multilora(model) before a change, and enable it again after."
+            )
 
 
 def _holds(module: Any, wrapper: LoraLayer) -> bool:
@@ -213,7 +238,8 @@ def placement(found: dict[str, Found], config: MultiLoraConfig) -> tuple[torch.d
     wanted = config.torch_dtype()
     if wanted is None:
         common = max(dtypes, key=lambda dtype: dtypes[dtype]) if dtypes else torch.float32
-        wanted = common if common in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
+        wanted = {torch.float64: torch.float32}.get(common, common)
+        wanted = wanted if wanted in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
     return next(iter(devices), torch.device("cpu")), wanted
 
 
@@ -352,6 +378,36 @@ def _odd_embedding(layer_type: type[Any]) -> bool:
     return len(required) != 1 or "input" not in required[0].name or "Position" in layer_type.__name__
 
 
+# Sequence-first models turn what they are given around; rows are the second dimension from there on.
+_TURNED = re.compile(
+    r"\b(?:input_ids|inputs_embeds|hidden_states?|embeds|embeddings|x)\.(?:transpose\(0, ?1\)|permute\(1, ?0)"
+)
+
+
+def _scattered(model: nn.Module, path: str) -> str:
+    names = path.split(".")
+    for depth in range(len(names)):
+        owner = type(model.get_submodule(".".join(names[:depth])))
+        if _turns_around(owner):  # type: ignore[arg-type]
+            return f"{owner.__name__} puts the sequence first"
+    return ""
+
+
+@functools.cache
+def _turns_around(owner: type[Any]) -> bool:
+    if owner.__module__.startswith("torch."):
+        return False
+    methods = (method for name, method in vars(owner).items() if inspect.isfunction(method) and "init" not in name)
+    for method in methods:
+        try:
+            source = inspect.getsource(inspect.unwrap(method))
+        except (OSError, TypeError):
+            continue
+        if _TURNED.search(source):
+            return True
+    return False
+
+
 def _slices(model: PreTrainedModel, parent: nn.Module, name: str, out: int) -> tuple[tuple[str, int], ...]:
     if name not in _FUSED:
         return ()
@@ -381,10 +437,10 @@ def _read_base(model: nn.Module, name: str) -> torch.Tensor | None:
         return None
     value = getattr(module, attribute, None)
     if isinstance(value, torch.Tensor) and value.device.type == "meta":
-        # accelerate keeps the weights of an offloaded layer with the hook on it.
-        layer = module.base_layer if isinstance(module, LoraLayer) else module
-        weights = getattr(getattr(layer, "_hf_hook", None), "weights_map", None)
-        value = weights[attribute] if weights is not None else value
+        # accelerate keeps the weights of an offloaded layer with the hook on it, or on what it wraps.
+        layers = [module, module.base_layer] if isinstance(module, LoraLayer) else [module]
+        maps = [getattr(layer.__dict__.get("_hf_hook"), "weights_map", None) for layer in layers]
+        value = next((weights[attribute] for weights in maps if weights is not None), value)
     return value if isinstance(value, torch.Tensor) else None
 
 

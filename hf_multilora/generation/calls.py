@@ -12,8 +12,9 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from ..errors import ModelError, RoutingError
 from ..memory.arena import Arena
 from ..memory.lease import Lease, label_of
 from ..memory.store import AdapterStore
-from ..routing import Routing, RowState, Saved, Unrouted
+from ..routing import Idle, Routing, RowState, Saved
 from .alora import Activated, invocations
 from .cache import cached_length, check_cache, find_cache, write_tag
 from .ids import Key, names_of, to_keys
@@ -58,18 +59,36 @@ def token_ids(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | Non
     return None
 
 
+@dataclass
+class Life:
+    """Whether a call, and all that inherit from it, still have their slots."""
+
+    ended: bool = False
+
+
 class Call:
     """One call: its lease, and the rows that its forwards run at present (prompts, then beams).
 
     Attributes:
-        state, tags: slots and KV tags of the rows, None and all None for the base.
+        state, row_tags: slots and KV tags of the rows, None and all None for the base.
+        life, outer: shared with all that inherit from it; the call that it is nested in.
         vocabulary: each row's own vocabulary size, None for the base's.
         invocation: each row's aLoRA tokens; None where no row has any.
         prompt: length of the prompt and each row's start in it, once `invoke` has seen it.
     """
 
-    def __init__(self, keys: Sequence[Key | None], lease: Lease | None, arena: Arena, uniform: bool) -> None:
+    def __init__(
+        self,
+        keys: Sequence[Key | None],
+        lease: Lease | None,
+        arena: Arena,
+        uniform: bool,
+        life: Life,
+        outer: Call | None = None,
+    ) -> None:
         self.uniform = uniform
+        self.life = life
+        self.outer = outer
         self.lease = lease
         self.token = object()  # marks the caches that this call writes
         self.state: RowState | None = None
@@ -186,6 +205,7 @@ class Call:
 def saved_by(lease: Lease, arena: Arena) -> dict[str, list[Saved]]:
     """What the adapters of a lease replace, by module path."""
     found: dict[str, dict[int, tuple[dict[str, torch.Tensor], Any]]] = {}
+    own: dict[str, torch.Tensor]
     for key, extras in lease.extras.items():
         slot = lease.slots[key]
         for path, parameters in extras.saved.items():
@@ -194,8 +214,8 @@ def saved_by(lease: Lease, arena: Arena) -> dict[str, list[Saved]]:
                 at = found.setdefault(owner, {}).setdefault(slot, ({}, None))
                 at[0][attribute] = arena.view(slot, where)
         for path, (ids, rows) in extras.tokens.items():
-            parameters, _ = found.setdefault(path, {}).get(slot, ({}, None))
-            found[path][slot] = (parameters, (arena.view(slot, ids), arena.view(slot, rows)))
+            own, _ = found.setdefault(path, {}).get(slot, ({}, None))
+            found[path][slot] = (own, (arena.view(slot, ids), arena.view(slot, rows)))
     return {
         path: [Saved(slot, parameters, tokens) for slot, (parameters, tokens) in slots.items()]
         for path, slots in found.items()
@@ -251,6 +271,7 @@ class Calls:
         ensure: loads an unknown name on demand, or raises.
         check: raises where the layers of these sites are not in the model any more.
         training: whether the model is in training mode at present.
+        two_lengths: whether the model has an encoder and a decoder, whose rows have different numbers of tokens.
     """
 
     def __init__(
@@ -260,7 +281,9 @@ class Calls:
         ensure: Callable[[str], None],
         check: Callable[[Collection[int]], None],
         training: Callable[[], bool],
+        two_lengths: bool = False,
     ) -> None:
+        self.two_lengths = two_lengths
         self.store = store
         self.routing = routing
         self.lock = threading.RLock()
@@ -270,10 +293,15 @@ class Calls:
         self._default: Key | None = None
         self._current: ContextVar[Call | None] = ContextVar("hf_multilora_call", default=None)
         self._gate = _Gate()
+        self._idle = Idle(self._serve)
         self.vocabulary: Vocabulary | None = None  # where adapters may own tokens
+        self.compiled = False  # whether the user has compiled the model: such calls cannot publish their rows
         self._runner: int | None = None  # the thread inside a forward; written under the lock
-        self._users: set[int] = set()  # threads inside a `use` block, which hold the lock
+        self._running: list[RowState | None] = []  # states of that forward and of those that it is nested in
+        self._blocks: list[Call] = []  # `use` blocks, the newest last
+        self._users: dict[int, int] = {}  # threads inside of `use` blocks that hold the lock
         self._stream: torch.cuda.Stream | None = None
+        routing.publish(self._idle)
 
     @property
     def default(self) -> Key | None:
@@ -282,13 +310,26 @@ class Calls:
 
     @default.setter
     def default(self, key: Key | None) -> None:
-        with self.lock:
-            self._default = key
-            # A part of the model that is called on its own has no rows. It must not be the base without a word.
-            self.routing.publish(None if key is None else Unrouted(key))
+        self._default = key
 
     def current(self) -> Call | None:
-        return self._current.get()
+        """The call that the present context runs in.
+
+        Raises:
+            RoutingError: it has ended (a task or thread that it started goes on), and its slots are others' now.
+        """
+        call = self._current.get()
+        if call is not None and call.life.ended:
+            raise RoutingError(
+                "The call that this task was started in has ended, and its slots may be others' by now. Pass "
+                "adapter_ids here, or let the `use` block or generate() around it wait for it."
+            )
+        return call
+
+    def holds_lock(self) -> bool:
+        """Whether this thread holds the model's lock, so that it must not wait for other calls to end."""
+        me = threading.get_ident()
+        return me in self._users or self._runner == me
 
     def distinct(self, keys: Sequence[Key | None]) -> list[Key]:
         return list(dict.fromkeys(key for key in keys if key is not None))
@@ -310,19 +351,22 @@ class Calls:
         distinct = self.distinct(keys)
         self.ensure(distinct)
         # Whoever holds the model's lock must not wait for slots: those who have them may be waiting for the lock.
-        block = threading.get_ident() not in self._users
-        with self._gate.through(nested=self._current.get() is not None):
-            lease = self.store.acquire(distinct, block=block) if distinct else None
+        outer = self.current()
+        with self._gate.through(nested=outer is not None):
+            lease = self.store.acquire(distinct, block=not self.holds_lock()) if distinct else None
+            life = Life()
             try:
                 if lease is not None:
                     self._check(lease.touched)
-                call = Call(keys, lease, self.store.arena, uniform)
+                call = Call(keys, lease, self.store.arena, uniform, life, outer)
                 token = self._current.set(call)
                 try:
                     yield call
                 finally:
-                    self._current.reset(token)
+                    with suppress(ValueError):  # a generator that is closed in another context than it began in
+                        self._current.reset(token)
             finally:
+                life.ended = True
                 if lease is not None:
                     self.store.release(lease)
 
@@ -333,7 +377,7 @@ class Calls:
         Raises:
             ModelError: this thread's own call is running, which would be waited for in vain.
         """
-        if self._current.get() is not None:
+        if self._current.get() is not None or self.holds_lock():
             raise ModelError(f"The model cannot be {what} from inside of one of its calls. Let the call end first.")
         with self._gate.closed(), self.lock:
             yield
@@ -341,7 +385,7 @@ class Calls:
     @contextmanager
     def inherited(self) -> Iterator[Call | None]:
         """A nested call without ids of its own: it runs on the rows of the call around it."""
-        outer = self._current.get()
+        outer = self.current()
         inner = None if outer is None else outer.inherit()
         token = self._current.set(inner)
         try:
@@ -351,32 +395,74 @@ class Calls:
 
     @contextmanager
     def use(self, ids: Any) -> Iterator[None]:
-        """Ids for code that cannot pass them; holds the model's lock, so that other threads wait.
+        """Ids for code that cannot pass them.
+
+        They belong to this thread or task: a thread that is started inside of the block does not have them. Calls of a
+        model that the user compiled read what is in force for the whole model; once there is such a model, blocks hold
+        the model's lock, and other threads wait.
 
         Raises:
-            RoutingError: at the end, where a compiled forward ran another number of rows than there are ids. (Others
-                raise at once.)
+            RoutingError: two tasks of one thread are in blocks around a compiled model; at the end, where a compiled
+                forward ran another number of rows than there are ids. (Others raise at once.)
         """
-        with self.open(ids, None) as call, self.lock:
-            me = threading.get_ident()
-            outermost = me not in self._users
-            self._users.add(me)
+        with self.open(ids, None) as call, self._exclusive(call):
+            self._blocks.append(call)
             self.routing.seen = 0
+            self._trace()
             try:
-                with self._published(call, call.state, running=False):
-                    yield
+                yield
             finally:
-                if outermost:
-                    self._users.discard(me)
+                self._blocks.remove(call)
+                self._trace()
             seen = int(self.routing.seen)
             if call.state is not None and seen:
                 call.check_rows(seen)
 
+    @contextmanager
+    def _exclusive(self, call: Call) -> Iterator[None]:
+        if not self.compiled:
+            yield
+            return
+        me = threading.get_ident()
+        with self.lock:
+            if self._users.get(me) and call.outer is not self._blocks[-1]:
+                raise RoutingError(
+                    "Two tasks of this thread are in `use` blocks of a compiled model, and it cannot tell them apart. "
+                    "Let one end before the other begins, or pass adapter_ids to the model itself."
+                )
+            self._users[me] = self._users.get(me, 0) + 1
+            try:
+                yield
+            finally:
+                self._users[me] -= 1
+                if not self._users[me]:
+                    del self._users[me]
+
+    def _trace(self) -> None:
+        """Let compiled forwards run under the running forward's rows, else under the newest `use` block's."""
+        if self._running:
+            self.routing.trace(self._running[-1])
+        else:
+            self.routing.trace(self._blocks[-1].state if self._blocks else None)
+
+    def _serve(self, fn: Callable[[], torch.Tensor], y: torch.Tensor, where: str) -> torch.Tensor:
+        """A layer was called outside of a forward: run it under the rows of the caller's own call."""
+        call = self.current()
+        if call is None and self._default is None:
+            return y
+        if call is None:
+            with self.open(self._default, None):
+                return self._serve(fn, y, where)
+        if call.invocation is not None:
+            raise RoutingError(f"{where} was called outside of the model's own forward, where an aLoRA has no prompt.")
+        with self.lock, self._published(call, call.state):
+            return fn()
+
     def forward(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], ids: Any = None) -> Any:
-        """Run one forward of the model on the rows of its call."""
+        """Run one forward of the model, or of a model inside of it, on the rows of its call."""
         if self._runner == threading.get_ident() and ids is None:
             return fn(*args, **kwargs)
-        call = self._current.get()
+        call = self.current()
         if ids is None and call is None:
             ids = self._default
         if ids is None:
@@ -399,7 +485,7 @@ class Calls:
                 call, state = self._invoked(call, args, kwargs, cache, past)
             if cache is not None:
                 check_cache(cache, self._tags(call, cache, rows), call and call.token)
-            with self._published(call, state):
+            with self._published(call, state, self._tokens(args, kwargs)):
                 output = fn(*args, **kwargs)
             if call is not None:
                 cache = cache if cache is not None else find_cache({}, output)
@@ -423,6 +509,12 @@ class Calls:
             )
         return call, call.state_for(ids.shape[-1], past)
 
+    def _tokens(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+        """Tokens of each row; 0 where rows are not of one length all through the model (encoder and decoder)."""
+        ids = token_ids(args, kwargs)
+        ids = kwargs.get("inputs_embeds") if ids is None else ids
+        return 0 if ids is None or ids.dim() < 2 or self.two_lengths else int(ids.shape[1])
+
     @staticmethod
     def _tags(call: Call | None, cache: Any, rows: int | None) -> tuple[Hashable | None, ...]:
         if call is not None:
@@ -431,13 +523,8 @@ class Calls:
         return (None,) * (len(tag.rows) if tag is not None else rows or 1)
 
     @contextmanager
-    def published(self, call: Call | None) -> Iterator[None]:
-        """The rows of `call` in force, for parts of the model that run outside of its forward (an encoder)."""
-        with self.lock, self._published(call, call.state if call is not None else None):
-            yield
-
-    @contextmanager
-    def _published(self, call: Call | None, state: RowState | None, running: bool = True) -> Iterator[None]:
+    def _published(self, call: Call | None, state: RowState | None, tokens: int = 0) -> Iterator[None]:
+        """A state in force, for one forward; the caller holds the lock."""
         if state is not None:
             if self._training():
                 raise ModelError(
@@ -446,18 +533,20 @@ class Calls:
             assert call is not None and call.lease is not None
             self._order_streams()
             call.lease.wait()
-        previous = self.routing.publish(state)
-        runner = self._runner
-        if running:
-            self._runner = threading.get_ident()
+        runner, self._runner = self._runner, threading.get_ident()
+        before = self.routing.tokens
+        self._running.append(state)
         try:
-            self.routing.fill_static()
+            self.routing.publish(state, tokens)
+            self._trace()
             # Adapters carry no gradient: outputs that claimed one would be missing the adapters' part of it.
             with torch.no_grad() if state is not None else nullcontext():
                 yield
         finally:
+            self._running.pop()
             self._runner = runner
-            self.routing.publish(previous)
+            self.routing.publish(self._running[-1] if self._running else self._idle, before)
+            self._trace()
 
     def _order_streams(self) -> None:
         """Forwards on different streams share the kernels' workspace: the later one waits for the earlier."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.utils import logging
 
 from ..errors import ModelError, RoutingError
-from .calls import batch_rows
+from .calls import Calls, batch_rows
 from .ids import one_of, to_keys
 from .logits import AdapterVocabularyLogitsProcessor
 from .waves import plan_waves, refuse_waves, run_waves
@@ -42,9 +43,28 @@ class MultiLoraMixin(AdapterWords):
         if torch.compiler.is_compiling():
             if adapter_ids is not None or adapter_names is not None:
                 raise RoutingError("Names cannot be resolved inside a compiled call: use model.multilora.use(ids).")
+            self.multilora.calls.compiled = True
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if "multilora" not in self.__dict__:  # a method that somebody kept beyond disable_multilora
+            return type(self).__call__(self, *args, **kwargs)
         ids = one_of(adapter_ids, adapter_names)
         return self.multilora.calls.forward(super().__call__, args, kwargs, ids)  # type: ignore[misc]
+
+    @property
+    def loss_function(self) -> Any:
+        """The model's own loss, over as many columns as the logits have."""
+        loss = super().loss_function  # type: ignore[misc]
+        if self.multilora.config.extra_vocab_size == 0:
+            return loss
+
+        def over_all_columns(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return loss(logits, labels, **{**kwargs, "vocab_size": logits.shape[-1]})
+
+        return over_all_columns
+
+    @loss_function.setter
+    def loss_function(self, value: Any) -> None:
+        super(MultiLoraMixin, type(self)).loss_function.fset(self, value)  # type: ignore[misc]
 
     def get_compiled_call(self, compile_config: Any) -> Any:
         compiled = super().get_compiled_call(compile_config)  # type: ignore[misc]
@@ -52,16 +72,7 @@ class MultiLoraMixin(AdapterWords):
 
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._expand_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
-        calls = self.multilora.calls
-        call = calls.current()
-        if call is not None:
-            ids = kwargs.get("input_ids")
-            if calls.vocabulary is not None and not self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-                calls.vocabulary.check(ids, call.vocabulary)
-            if call.invocation is not None and self.config.is_encoder_decoder:  # type: ignore[attr-defined]
-                raise RoutingError("aLoRA adapters are served in decoder-only models.")
-            times = kwargs.get("expand_size", args[0] if args else 1)
-            call.begin(ids, times, result[0].shape[0] if result[0] is not None else None)
+        _begin(self.multilora.calls, self.config.is_encoder_decoder, args, kwargs, result)  # type: ignore[attr-defined]
         return result
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,10 +87,6 @@ class MultiLoraMixin(AdapterWords):
         # Guidance turns -inf into NaN, which processors after it would rank first: mend that at once, and at the end.
         mended = [p for q in processors for p in ([q, own] if _is_guidance(q) else [q])]
         return type(processors)([*mended, own])
-
-    def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        with self.multilora.calls.published(self.multilora.calls.current()):
-            return super()._maybe_prepare_encoder_kwargs_for_generation(*args, **kwargs)  # type: ignore[misc]
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         calls = self.multilora.calls
@@ -151,6 +158,76 @@ class MultiLoraGenerationMixin(MultiLoraMixin):
                 "generate_batch does not take adapter_ids in this version. Use generate() with adapter_ids."
             )
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
+
+
+class PartMixin:
+    """Mixed into the classes of models inside of an enabled model (a decoder, an encoder, a language model).
+
+    Code that calls them on their own, generate() of some models among it, runs under the ids of its call, too.
+    """
+
+    _multilora_calls: Calls
+    _multilora_class: Any
+
+    def __call__(self, *args: Any, adapter_ids: Any = None, adapter_names: Any = None, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or "_multilora_calls" not in self.__dict__:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        ids = one_of(adapter_ids, adapter_names)
+        return self._multilora_calls.forward(super().__call__, args, kwargs, ids)  # type: ignore[misc]
+
+    def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._expand_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        _begin(self._multilora_calls, self.config.is_encoder_decoder, args, kwargs, result)  # type: ignore[attr-defined]
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A part alone has no slots: its copy is one of the class that it had."""
+        twin = self._multilora_class.__new__(self._multilora_class)
+        memo[id(self)] = twin
+        for key, value in self.__dict__.items():
+            if key not in ("_multilora_calls", "_multilora_class"):
+                twin.__dict__[key] = copy.deepcopy(value, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("A part of an enabled model cannot be pickled. Call disable_multilora(model) first.")
+
+
+def _begin(calls: Calls, two_lengths: bool, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    """generate() has repeated its prompts: tell the call."""
+    call = calls.current()
+    if call is None:
+        return
+    ids = kwargs.get("input_ids")
+    if calls.vocabulary is not None and not two_lengths:
+        calls.vocabulary.check(ids, call.vocabulary)
+    if call.invocation is not None and two_lengths:
+        raise RoutingError("aLoRA adapters are served in decoder-only models.")
+    times = kwargs.get("expand_size", args[0] if args else 1)
+    call.begin(ids, times, result[0].shape[0] if result[0] is not None else None)
+
+
+def swap_parts(model: PreTrainedModel, calls: Calls) -> None:
+    """Give the models inside of `model` classes that run under the ids of their caller's call."""
+    for part in model.modules():
+        if part is not model and isinstance(part, PreTrainedModel):
+            old = type(part)
+            part.__dict__.update(_multilora_calls=calls, _multilora_class=old)
+            part.__class__ = _part_class(old)  # type: ignore[arg-type]
+
+
+def restore_parts(model: PreTrainedModel) -> None:
+    """Undo `swap_parts`."""
+    for part in model.modules():
+        if isinstance(part, PartMixin):
+            part.__class__ = part.__dict__.pop("_multilora_class")
+            del part.__dict__["_multilora_calls"]
+
+
+@functools.cache
+def _part_class(old: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    names = {"__module__": old.__module__, "__qualname__": old.__qualname__, "__doc__": old.__doc__}
+    return type(old.__name__, (PartMixin, old), names)
 
 
 def _is_guidance(processor: Any) -> bool:
@@ -254,6 +331,8 @@ def _enabled_class(old: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
         @functools.wraps(MultiLoraGenerationMixin.generate)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if "multilora" not in self.__dict__:  # a method that somebody kept beyond disable_multilora
+                return type(self).generate(self, *args, **kwargs)
             return MultiLoraGenerationMixin.generate(self, *args, **kwargs)
 
         generate.__signature__ = _both_signatures(old.generate, MultiLoraGenerationMixin.generate)  # type: ignore

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from ..errors import RoutingError
+from ..routing import RowState
 from .base import LoraLayer
 from .registry import register_layer
-from .saved import refuse_compiled, run_with, select
+from .saved import run_with, select
 
 
 @register_layer(nn.Embedding)
@@ -24,6 +27,7 @@ class LoraEmbedding(LoraLayer):
 
     kind = "embedding"
     extra = 0  # ids beyond the base's table that adapters may own
+    positions = True  # whether it may be asked once for positions that all rows share; a table of tokens is not
 
     @classmethod
     def dimensions(cls, base: nn.Module) -> tuple[int, int]:
@@ -40,34 +44,44 @@ class LoraEmbedding(LoraLayer):
         return cls.scale * float(scale.to(base.weight.dtype))  # type: ignore[arg-type]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        known = ids if not self.extra else torch.where(ids < self.num_embeddings, ids, 0)
+        known = self._known(ids)
         y = self.base_layer.forward(known)
-        routing = self._routing
-        if routing.state is None:
+        if not torch.compiler.is_compiling() and self._routing.state is None:
             return y
-        state = self._state()
-        touched = torch.compiler.is_compiling() or not self._sites.isdisjoint(state.touched)  # type: ignore[union-attr]
-        if not touched and self._path not in state.saved:  # type: ignore[union-attr]
+        if torch.compiler.is_compiling() and self._routing.traced and self.positions and not self._routing.uniform:
+            y, ids = self._spread(y, ids, self._routing.rows)
+        return self._adapted(y, ids, False)
+
+    def _changed(self, y: torch.Tensor, ids: torch.Tensor, flat: bool, state: RowState) -> torch.Tensor:
+        if self._sites.isdisjoint(state.touched) and self._path not in state.saved:
             return y
-        if ids.dim() != 2:
-            if not routing.uniform:
-                raise RoutingError(f"{self._path}: ids of shape {tuple(ids.shape)} cannot be mapped to rows.")
-        elif ids.shape[0] == 1 and not routing.uniform:
-            ids, known = (t.expand(routing.rows, -1).contiguous() for t in (ids, known))
-            y = y.expand(routing.rows, -1, -1).contiguous()
-        return self._replaced(self._delta(y, known, False), ids)
+        if not state.same and ids.dim() != 2:
+            raise RoutingError(f"{self._path}: ids of shape {tuple(ids.shape)} cannot be mapped to rows.")
+        if self.positions and not state.same:
+            y, ids = self._spread(y, ids, state.rows)
+        known = self._known(ids)
+        return self._replaced(self._delta(y, known, False, state), ids, state)
+
+    def _known(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids that the base's table has; adapters' own tokens are looked up in theirs."""
+        size: Any = self.num_embeddings
+        return torch.where(ids < size, ids, 0) if self.extra else ids
+
+    @staticmethod
+    def _spread(y: torch.Tensor, ids: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Give every row its own copy of positions `[1, tokens]` that all rows share."""
+        if ids.dim() != 2 or ids.shape[0] != 1 or rows == 1:
+            return y, ids
+        return y.expand(rows, -1, -1).contiguous(), ids.expand(rows, -1).contiguous()
 
     def _tokens(self, x: torch.Tensor, rows: int) -> int:
         return x.numel() // rows
 
-    def _replaced(self, y: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _replaced(self, y: torch.Tensor, ids: torch.Tensor, state: RowState) -> torch.Tensor:
         """`y` with the rows of adapters that saved the table, or some of its rows, looked up in their own."""
-        state = self._state()
-        if state is None or self._path not in state.saved:
+        if self._path not in state.saved:
             return y
-        refuse_compiled(self._path)
-        if ids.shape[0] != state.rows:
-            state = state.for_shape(ids.shape, False, self._path)
+        state = self._fitted(state, ids.shape, False)
         for saved in state.saved[self._path]:
             own = y
             if saved.parameters:

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from ..routing import RowState
 from .base import LoraLayer
 from .registry import register_layer
-from .saved import refuse_compiled, run_with, select, widened
+from .saved import run_with, select, widened
 
 
 @register_layer(nn.Linear, Conv1D)
@@ -38,18 +39,18 @@ class LoraLinear(LoraLayer):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         y = self.base_layer.forward(x, *args, **kwargs)
-        if self._routing.state is None:
+        if not torch.compiler.is_compiling() and self._routing.state is None:
             return y
-        return self._replaced(self._delta(y, x, x.dim() == 2), x)
+        return self._adapted(y, x, x.dim() == 2)
 
-    def _replaced(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _changed(self, y: torch.Tensor, x: torch.Tensor, flat: bool, state: RowState) -> torch.Tensor:
+        return self._replaced(self._delta(y, x, flat, state), x, flat, state)
+
+    def _replaced(self, y: torch.Tensor, x: torch.Tensor, flat: bool, state: RowState) -> torch.Tensor:
         """`y` with the rows of adapters that saved this layer, or some of its rows, computed with their own."""
-        state = self._state()
-        if state is None or self._path not in state.saved:
+        if self._path not in state.saved:
             return y
-        refuse_compiled(self._path)
-        if x.shape[0] != state.rows:
-            state = state.for_shape(x.shape, x.dim() == 2, self._path)
+        state = self._fitted(state, x.shape, flat)
         for saved in state.saved[self._path]:
             own = run_with(self.base_layer, saved, (x,), {}) if saved.parameters else y
             if saved.tokens is not None:
@@ -69,7 +70,10 @@ class LoraHead(LoraLinear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         y = self.base_layer.forward(x, *args, **kwargs)
-        width = y.shape[-1] + self.extra
-        if self._routing.state is None:
-            return widened(y, width)
-        return self._replaced(widened(self._delta(y, x, x.dim() == 2), width), x)
+        if not torch.compiler.is_compiling() and self._routing.state is None:
+            return widened(y, y.shape[-1] + self.extra)
+        return widened(self._adapted(y, x, x.dim() == 2), int(self.base_layer.out_features) + self.extra)  # type: ignore[arg-type]
+
+    def _changed(self, y: torch.Tensor, x: torch.Tensor, flat: bool, state: RowState) -> torch.Tensor:
+        y = widened(self._delta(y, x, flat, state), y.shape[-1] + self.extra)
+        return self._replaced(y, x, flat, state)

@@ -43,15 +43,6 @@ def run_with(module: nn.Module, saved: Saved, args: tuple[Any, ...], kwargs: Map
     return torch.func.functional_call(module, dict(saved.parameters), args, dict(kwargs))
 
 
-def refuse_compiled(path: str) -> None:
-    """Raises: RoutingError where a compiled forward meets an adapter that saves whole modules."""
-    if torch.compiler.is_compiling():
-        raise RoutingError(
-            f"{path} is saved whole by an adapter, which compiled forwards do not serve. Run the model without "
-            "torch.compile for this batch."
-        )
-
-
 class SavedLayer(LoraLayer):
     """Wrapper of a module that adapters save whole and that carries no LoRA: norms, say, or convolutions.
 
@@ -62,14 +53,26 @@ class SavedLayer(LoraLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         y = self.base_layer.forward(*args, **kwargs)
-        state = self._state()
-        if state is None or self._path not in state.saved:
+        routing = self._routing
+        if torch.compiler.is_compiling():
+            if routing.traced and routing.refused:
+                raise RoutingError(f"{self._path} is saved whole by an adapter, which compiled forwards do not serve.")
             return y
-        refuse_compiled(self._path)
+        state = routing.state
+        if isinstance(state, RowState):
+            return self._own(y, args, kwargs, state)
+        return y if state is None else state.serve(lambda: self._served(y, args, kwargs), y, self._path)
+
+    def _served(self, y: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        state = self._routing.state
+        return self._own(y, args, kwargs, state) if isinstance(state, RowState) else y
+
+    def _own(self, y: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: RowState) -> Any:
+        if self._path not in state.saved:
+            return y
         if not isinstance(y, torch.Tensor):
             raise RoutingError(f"{self._path} is saved whole by an adapter, but returns a {type(y).__name__}.")
-        flat = y.dim() == 2
-        state = state if y.shape[0] == state.rows else state.for_shape(y.shape, flat, self._path)
+        state = self._fitted(state, y.shape, y.dim() == 2)
         for saved in state.saved[self._path]:
             y = select(state, saved.slot, run_with(self.base_layer, saved, args, kwargs), y)
         return y
