@@ -7,7 +7,7 @@ and variants.py of PEFT's lora). What PEFT draws at random, or from data, cannot
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -53,6 +53,16 @@ def expanded(spec: AdapterSpec, a: Readable, b: Readable, inside: int) -> tuple[
         spread = Computed((rank, inside), lambda: a.read().float().repeat_interleave(group, 1) * (width / group))
         return spread, b, "A acts on pooled input (QALoRA), spread over each group"
     return a, b, None
+
+
+def unused_layouts(spec: AdapterSpec, converted: Iterable[str]) -> list[str]:
+    """Warnings for a layout that the config announces and no tensor has; the tensors decide."""
+    said = {"use_bdlora": (spec.blocks, "BD-LoRA"), "use_qalora": (spec.group, "QALoRA")}
+    return [
+        f"the config says {field}, and no factor is of {title}'s shape: they count as they are."
+        for field, (n, title) in said.items()
+        if n > 1 and not any(title in text for text in converted)
+    ]
 
 
 def block_diagonal(stacked: torch.Tensor, n: int) -> torch.Tensor:

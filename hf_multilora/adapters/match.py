@@ -14,7 +14,7 @@ from ..errors import (
     UnsupportedAdapterError,
     closest,
 )
-from .altered import TITLES
+from .altered import TITLES, unused_layouts
 from .base import Base
 from .checkpoint import Checkpoint, TensorRef
 from .complete import check_biases, check_whole
@@ -117,7 +117,7 @@ def match(
             *(f"{key.name}: used in training only" for key in keys if key.role == "training"),
         ],
         left_out=[key.name for path in outside.values() for key in modules[path].values()],
-        warnings=[*spec.warnings, *disagreements, *others.warnings],
+        warnings=[*spec.warnings, *disagreements, *others.warnings, *unused_layouts(spec, converted)],
         saved=tuple(others.saved),
         tokens=tokens,
         invocation=spec.invocation,

@@ -126,4 +126,6 @@ def test_qalora() -> None:
         pooled = x.view(5, H // 8, 8).mean(2) * (H // 8)
         torch.testing.assert_close(x @ factor.a.read().T @ factor.b.read().T, pooled @ a.T @ b.T)
         assert "QALoRA" in plan.converted[0]
-    assert load(adapter(targets, ["q_proj"]), targets, config(use_qalora=True)).converted == []
+    for fields in ({"use_qalora": True}, {"use_bdlora": {"nblocks": 2}}):
+        plan = load(adapter(targets, ["q_proj"]), targets, config(**fields))
+        assert plan.converted == [] and next(iter(fields)) in plan.warnings[0]
