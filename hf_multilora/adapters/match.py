@@ -83,8 +83,7 @@ def match(
     base = Base(table, where, {f"{item.path}.{item.name}": item.ref for item in others.saved})
     strange = check_whole(others.saved, rest, renaming.names, spec, base)
     others.warnings += check_biases(rest, renaming.names, [pair.path for pair in placed], base, spec.bias)
-    saved = {f"{item.path}.{item.name}".rpartition(".")[0] for item in others.saved}
-    tokens, held = token_rows(rows, renaming.names, spec, checkpoint, base, vocabulary, saved)
+    tokens, held = token_rows(rows, renaming.names, spec, checkpoint, base, vocabulary, others.saved)
     vocab_size = vocabulary.resized(others.rows, held, where)
 
     factors: list[Factor] = []

@@ -185,6 +185,16 @@ def spread_shared(others: Others, vocabulary: Vocabulary) -> None:
                 others.saved.append(SavedParam(other, "weight", ref))
                 others.rows[other] = ref.shape[0]
                 others.converted.append(f"{ref.key}: for {other}, which shares the weight, too")
+    # T5 and its like keep the table once more outside of the stacks that use it
+    for path, rows in list(others.rows.items()):
+        if rows == vocabulary.size or path not in vocabulary.embeddings:
+            continue
+        for other in vocabulary.same_table(path):
+            outside = path.startswith(other.rpartition(".")[0]) and path.count(".") > other.count(".")
+            if outside and other in vocabulary.embeddings and other not in others.rows:
+                ref = next(item.ref for item in others.saved if (item.path, item.name) == (path, "weight"))
+                others.saved.append(SavedParam(other, "weight", ref))
+                others.rows[other] = rows
 
 
 def _last(root: str, path: str, table: TargetTable) -> str:

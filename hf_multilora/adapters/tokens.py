@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import torch
 
-from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError
+from ..errors import AdapterFormatError, AdapterMatchError
 from .base import Base
 from .checkpoint import Checkpoint, TensorRef
+from .computed import Computed
 from .config import AdapterSpec
 from .keys import Key
-from .plan import TokenRows
+from .plan import Readable, SavedParam, TokenRows
 from .vocabulary import Vocabulary
 
 
@@ -20,16 +21,17 @@ def token_rows(
     checkpoint: Checkpoint,
     base: Base,
     vocabulary: Vocabulary,
-    saved: Collection[str],
+    saved: list[SavedParam],
 ) -> tuple[tuple[TokenRows, ...], dict[str, int]]:
     """Rows by module, and for those that reach beyond the base's vocabulary its new size there.
 
-    Rows of an input embedding count for a head that shares its weight too, unless the head has rows of its own.
+    Rows of an input embedding count for a head that shares its weight too, unless the head has rows of its own. Rows
+    of a table that is saved whole besides are worked into that.
 
     Args:
         keys: those of role "tokens".
         names: module path in the checkpoint -> in the model.
-        saved: modules that are saved whole.
+        saved: what is saved whole; tables with rows of their own are replaced here.
 
     Raises:
         AdapterFormatError: rows without their tokens, or tokens without their rows.
@@ -54,7 +56,9 @@ def token_rows(
         if path in found:
             raise AdapterFormatError(f"{where}: two tensors hold trained rows of {path!r}.")
         found[path] = TokenRows(path, spec.token_indices[layer], TensorRef(checkpoint, key.name))
-    held = {path: _check(rows, base, vocabulary, where) for path, rows in found.items()}
+    whole = {item.path: i for i, item in enumerate(saved) if item.name == "weight"}
+    sizes = {path: saved[i].ref.shape[0] for path, i in whole.items()}
+    held = {path: _check(rows, base, vocabulary, sizes.get(path), where) for path, rows in found.items()}
     for path, rows in list(found.items()):
         for other in vocabulary.same_table(path) if path in vocabulary.embeddings else ():
             if other not in found:
@@ -65,25 +69,37 @@ def token_rows(
                 f"{where}: trainable_token_indices names {len(ids)} tokens{f' of {layer!r}' if layer else ''}, and "
                 "the file holds no rows for them: it is incomplete. Copy or download it again."
             )
-    both = [path for path in found if path in saved]
-    if both:
-        raise UnsupportedAdapterError(f"{where}: {both[0]!r} is saved as a whole, and has trained rows besides.")
+    for path in [path for path in found if path in whole]:
+        rows, item = found.pop(path), saved[whole[path]]
+        saved[whole[path]] = SavedParam(path, "weight", _replaced(item.ref, rows))
+        del held[path]
     return tuple(found.values()), {path: size for path, size in held.items() if size > vocabulary.size}
+
+
+def _replaced(table: Readable, rows: TokenRows) -> Computed:
+    def compute() -> torch.Tensor:
+        index = torch.tensor(rows.ids)
+        return table.read().to("cpu", torch.float32).index_copy(0, index, rows.ref.read().to("cpu", torch.float32))
+
+    return Computed(table.shape, compute)
 
 
 def _layer(trained: str, path: str, spec: AdapterSpec, vocabulary: Vocabulary) -> str | None:
     """The entry of the config that speaks of this module."""
-    for name in spec.token_indices:
-        if name and (_named(name, trained) or _named(name, path)):
-            return name
-    return "" if "" in spec.token_indices and path in vocabulary.embeddings else None
+    shared = vocabulary.same_table(path)
+    for place in (trained, path, *shared):
+        for name in spec.token_indices:
+            if name and _named(name, place):
+                return name
+    embeds = any(place in vocabulary.embeddings for place in (path, *shared))
+    return "" if "" in spec.token_indices and embeds else None
 
 
 def _named(name: str, path: str) -> bool:
     return path == name or path.endswith(f".{name}")
 
 
-def _check(rows: TokenRows, base: Base, vocabulary: Vocabulary, where: str) -> int:
+def _check(rows: TokenRows, base: Base, vocabulary: Vocabulary, saved: int | None, where: str) -> int:
     """Check the shape and the tokens; returns the rows that the table needs for them."""
     known = base.shape(f"{rows.path}.weight")
     if known is None or len(known) != 2:
@@ -93,7 +109,7 @@ def _check(rows: TokenRows, base: Base, vocabulary: Vocabulary, where: str) -> i
             f"{where}: {len(rows.ids)} trained rows of {rows.path!r} need the shape {(len(rows.ids), known[1])}, the "
             f"file has {rows.ref.shape}."
         )
-    size = known[0]
+    size = saved or known[0]
     beyond = sorted(token for token in rows.ids if token >= size)
     if beyond and (rows.path not in vocabulary or beyond != list(range(size, size + len(beyond)))):
         raise AdapterMatchError(

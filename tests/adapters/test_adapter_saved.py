@@ -220,8 +220,10 @@ def test_trained_tokens() -> None:
             rows_of(tokens, trainable_token_indices=indices)
     both = {"base_model.model.model.embed_tokens.weight": BASE["model.embed_tokens.weight"] + 1}
     both["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"] = torch.ones(1, H)
-    with pytest.raises(UnsupportedAdapterError, match="trained rows besides"):
-        load(adapter(TARGETS, ["q_proj"]) | both, TARGETS, config(trainable_token_indices=[1]))
+    plan = load(adapter(TARGETS, ["q_proj"]) | both, TARGETS, config(trainable_token_indices=[5]))
+    expected = BASE["model.embed_tokens.weight"] + 1
+    expected[5] = 1
+    assert plan.tokens == () and plan.saved[0].ref.read().equal(expected), "rows go into a table that is saved whole"
 
 
 def test_aloras_that_peft_does_not_start() -> None:

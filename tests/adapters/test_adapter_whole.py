@@ -65,6 +65,9 @@ RESIZED: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"target_modules": ["embed_tokens", "lm_head", "q_proj"], "use_dora": True, "use_rslora": True}),
     ("gpt2", {"target_modules": ["c_attn"]}),
     ("t5", {"target_modules": ["q"]}),
+    ("llama", {"trainable_token_indices": [65, 3, 67], **Q}),
+    ("tied", {"trainable_token_indices": [65, 3, 67], **Q}),
+    ("gpt2", {"trainable_token_indices": {"wte": [66]}, "target_modules": ["c_attn"]}),
 ]
 
 
