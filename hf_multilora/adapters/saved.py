@@ -192,8 +192,8 @@ def spread_shared(others: Others, vocabulary: Vocabulary) -> None:
         for other in vocabulary.same_table(path):
             outside = path.startswith(other.rpartition(".")[0]) and path.count(".") > other.count(".")
             if outside and other in vocabulary.embeddings and other not in others.rows:
-                ref = next(item.ref for item in others.saved if (item.path, item.name) == (path, "weight"))
-                others.saved.append(SavedParam(other, "weight", ref))
+                same = next(item.ref for item in others.saved if (item.path, item.name) == (path, "weight"))
+                others.saved.append(SavedParam(other, "weight", same))
                 others.rows[other] = rows
 
 
