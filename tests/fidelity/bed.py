@@ -375,15 +375,14 @@ def enabled(family: str, names: Iterable[str] = (), **options: Any) -> PreTraine
     return model
 
 
-def batch(family: str, names: Sequence[str | None], *, side: str | None = "left", seed: int = 0) -> dict[str, Any]:
+def prompts_of(rows: Sequence[Kind | None], *, side: str | None = "left", seed: int = 0) -> dict[str, Any]:
     """Prompts for rows of these kinds: rows with added tokens hold some, aLoRA rows their invocation."""
-    inputs = prompts(len(names), side=side, seed=seed)
+    inputs = prompts(len(rows), side=side, seed=seed)
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    for row, name in enumerate(names):
+    for row, kind in enumerate(rows):
         there = mask[row].nonzero().flatten()
-        if name is None:
+        if kind is None:
             continue
-        kind = kinds(family)[name]
         if kind.more_tokens and len(there) > 2:
             ids[row, there[1]] = VOCAB + kind.more_tokens - 1
             ids[row, there[0]] = VOCAB
@@ -394,6 +393,13 @@ def batch(family: str, names: Sequence[str | None], *, side: str | None = "left"
         chosen = kind.options.get("trainable_token_indices")
         if chosen is not None and len(there) > 4:
             ids[row, there[3]] = 17 if isinstance(chosen, dict) else chosen[0]
+    return inputs
+
+
+def batch(family: str, names: Sequence[str | None], *, side: str | None = "left", seed: int = 0) -> dict[str, Any]:
+    """`prompts_of` for the kinds of a family by name, and the decoder's tokens where there is one."""
+    own = kinds(family)
+    inputs = prompts_of([None if name is None else own[name] for name in names], side=side, seed=seed)
     if FAMILIES.get(family) is not None and FAMILIES[family].encoder_decoder:
         generator = torch.Generator().manual_seed(seed + 1)
         inputs["decoder_input_ids"] = torch.randint(1, VOCAB, (len(names), 5), generator=generator)
