@@ -146,6 +146,11 @@ class MultiLora:
             lambda: model.training,
             bool(getattr(model.config, "is_encoder_decoder", False)),
         )
+        if config.extra_vocab_size and hasattr(model, "final_logits_bias"):
+            raise ConfigError(
+                f"extra_vocab_size={config.extra_vocab_size}: {type(model).__name__} adds a bias as wide as the base "
+                "vocabulary to its logits, which leaves no room for tokens of adapters. Leave extra_vocab_size=0."
+            )
         if config.extra_vocab_size:
             self.calls.vocabulary = Vocabulary(self._base_vocabulary(), config.extra_vocab_size)
         model.__dict__.pop("_compiled_call", None)
@@ -309,13 +314,16 @@ class MultiLora:
 
     def _wrap_saved(self, saved: Iterable[SavedParam], vocab_size: int | None) -> None:
         """Put wrappers around modules that this is the first adapter to save."""
-        owners = {f"{item.path}.{item.name}".rpartition(".")[0] for item in saved}
+        self._wrap_modules(f"{item.path}.{item.name}".rpartition(".")[0] for item in saved)
         with self._wrapping:
-            for path in owners - set(self._wrappers):
-                self._survey.found[path] = item = saved_layer(self._model, path)
-                self._wrappers |= swap_in({path: item}, self._routing)
             if vocab_size is not None and self.calls.vocabulary is None:
                 self.calls.vocabulary = Vocabulary(self._base_vocabulary(), self.config.extra_vocab_size)
+
+    def _wrap_modules(self, paths: Iterable[str]) -> None:
+        with self._wrapping:
+            for path in set(paths) - set(self._wrappers):
+                self._survey.found[path] = item = saved_layer(self._model, path)
+                self._wrappers |= swap_in({path: item}, self._routing)
 
     def _base_dtype(self, path: str, name: str) -> torch.dtype | None:
         """dtype of a parameter of the base model; what adapters save of it is kept in the same."""
@@ -450,6 +458,8 @@ class MultiLora:
                     twin.__dict__[key] = copy.deepcopy(hidden.get(key, value), memo)
             handle = MultiLora(twin, self.config, None, copy.deepcopy(self.store))
             handle.calls.default = self.calls.default
+            handle._wrap_modules(path for path, item in self._survey.found.items() if item.target is None)
+            handle.calls.vocabulary = self.calls.vocabulary
             return twin
 
     def detach(self) -> None:

@@ -45,12 +45,14 @@ class RowState:
         saved: module path -> what the adapters of these rows replace there.
 
     Attributes:
+        plain: deltas are all there is: nothing is saved, and no row begins late.
         same: all rows have one slot, whether by one id or by a list of equal ones.
         starts: int32 `[rows]`, the token of this forward from which each row's adapter is active; None: the first.
     """
 
     __slots__ = (
-        "_filled", "memo", "rows", "same", "saved", "slots", "starts", "tensor", "tokens", "touched", "uniform",
+        "_filled", "memo", "plain", "rows", "same", "saved",
+        "slots", "starts", "tensor", "tokens", "touched", "uniform",
     )  # fmt: skip
 
     def __init__(
@@ -67,6 +69,7 @@ class RowState:
         self.uniform = uniform
         self.same = len(set(slots)) <= 1
         self.saved = saved or {}
+        self.plain = not self.saved
         self.starts: torch.Tensor | None = None
         self.tokens = 0
         self.tensor = torch.tensor(slots, dtype=torch.int32).to(device, non_blocking=True)
@@ -85,6 +88,7 @@ class RowState:
         """The same rows, each active from its own one of the next forward's `tokens` tokens on."""
         state = copy.copy(self)
         state._filled = {}
+        state.plain = False
         state.tokens = tokens
         state.starts = torch.tensor(starts, dtype=torch.int32).to(self.tensor.device, non_blocking=True)
         return state

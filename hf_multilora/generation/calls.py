@@ -476,7 +476,8 @@ class Calls:
         if call is not None:
             call.check_rows(rows)
         if self.vocabulary is not None and (call is None or not call.prompt_seen):
-            self.vocabulary.check(token_ids(args, kwargs), call.vocabulary if call is not None else ())
+            for ids in (token_ids(args, kwargs), kwargs.get("decoder_input_ids")):
+                self.vocabulary.check(ids, call.vocabulary if call is not None else ())
         with self.lock:
             state = call.state if call is not None else None
             past = 0
@@ -487,6 +488,9 @@ class Calls:
                 check_cache(cache, self._tags(call, cache, rows), call and call.token)
             with self._published(call, state, self._tokens(args, kwargs)):
                 output = fn(*args, **kwargs)
+            logits = getattr(output, "logits", None)
+            if self.vocabulary is not None and isinstance(logits, torch.Tensor) and logits.dim() > 1:
+                output.logits = self.vocabulary.mask(logits, call.vocabulary if call is not None else ())
             if call is not None:
                 cache = cache if cache is not None else find_cache({}, output)
                 if cache is not None:

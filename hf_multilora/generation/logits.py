@@ -26,6 +26,20 @@ class Vocabulary:
         """Vocabulary size of each row, where None stands for the base's."""
         return [self.size if size is None else size for size in own]
 
+    def mask(self, logits: torch.Tensor, own: Sequence[int | None]) -> torch.Tensor:
+        """Put foreign columns back to -inf: what comes after the head (Gemma's soft cap) may have moved them.
+
+        Args:
+            logits: `[rows, ..., columns]`.
+            own: vocabulary sizes of the rows; one: the same for all.
+        """
+        sizes = self.sizes(own or [None])
+        if logits.shape[-1] <= min(sizes):
+            return logits
+        limit = torch.tensor(sizes if len(sizes) == logits.shape[0] else sizes[:1], device=logits.device)
+        foreign = torch.arange(logits.shape[-1], device=logits.device) >= limit[:, None]
+        return logits.masked_fill(foreign.view(len(limit), *[1] * (logits.dim() - 2), -1), float("-inf"))
+
     def check(self, ids: torch.Tensor | None, own: Sequence[int | None]) -> None:
         """Refuse tokens that a row does not have.
 

@@ -123,6 +123,13 @@ class LoraLayer(nn.Module):
             return self._op(y, x, routing.static, routing.compiled_rows(x.shape, flat, self._path))
         state = routing.state
         if isinstance(state, RowState):
+            if (
+                state.plain
+                and x.shape[0] == state.rows
+                and not self._scattered
+                and not self._sites.isdisjoint(state.touched)
+            ):
+                return self._op(y, x, state.tensor, state.rows, state.memo)  # what nearly every layer does
             return self._changed(y, x, flat, state)
         return y if state is None else state.serve(lambda: self._adapted(y, x, flat), y, self._path)
 

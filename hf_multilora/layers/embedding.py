@@ -46,7 +46,7 @@ class LoraEmbedding(LoraLayer):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         known = self._known(ids)
         y = self.base_layer.forward(known)
-        if not torch.compiler.is_compiling() and self._routing.state is None:
+        if self._routing.state is None:
             return y
         if torch.compiler.is_compiling() and self._routing.traced and self.positions and not self._routing.uniform:
             y, ids = self._spread(y, ids, self._routing.rows)

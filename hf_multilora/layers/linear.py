@@ -39,7 +39,7 @@ class LoraLinear(LoraLayer):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         y = self.base_layer.forward(x, *args, **kwargs)
-        if not torch.compiler.is_compiling() and self._routing.state is None:
+        if self._routing.state is None:
             return y
         return self._adapted(y, x, x.dim() == 2)
 
@@ -70,7 +70,7 @@ class LoraHead(LoraLinear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         y = self.base_layer.forward(x, *args, **kwargs)
-        if not torch.compiler.is_compiling() and self._routing.state is None:
+        if self._routing.state is None:
             return widened(y, y.shape[-1] + self.extra)
         return widened(self._adapted(y, x, x.dim() == 2), int(self.base_layer.out_features) + self.extra)  # type: ignore[arg-type]
 
