@@ -264,7 +264,7 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if kwargs.get("cache_implementation") == "paged" and any(key is not None for key in keys):
         raise RoutingError('cache_implementation="paged" does not carry adapter ids in this version.')
     distinct = calls.distinct(keys)
-    pinned = {name for name, adapter in model.multilora.adapters.items() if adapter.pinned}
+    pinned = set(calls.store.pinned())
     slots = model.multilora.config.max_loras - len(pinned)
     if sum(key not in pinned for key in distinct) <= slots:
         with calls.open(ids, rows):

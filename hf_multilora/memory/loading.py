@@ -38,6 +38,11 @@ class LoadingStore(StoreCore):
         with self._cond:
             return list(self._registry.entries)
 
+    def pinned(self) -> list[str]:
+        """Names of pinned adapters."""
+        with self._cond:
+            return [name for name, entry in self._registry.entries.items() if entry.pinned]
+
     def __contains__(self, name: object) -> bool:
         with self._cond:
             return name in self._registry.entries
