@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -321,6 +322,67 @@ def test_a_cropped_cache() -> None:
     with torch.no_grad():
         got = model(input_ids=ids[:, 6:], past_key_values=cache, adapter_ids=[None]).logits
     assert_row(got[0, :, :VOCAB], logits(reference("llama", None), {"input_ids": ids})[0, 6:], "base")
+
+
+def test_a_second_turn(family: str, model: PreTrainedModel) -> None:
+    """The cache of the first turn goes on, active from where it was."""
+    options: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    inputs = invoked([3, 8])
+    first = model.generate(**inputs, adapter_ids="alora", return_dict_in_generate=True, **options)
+    ids = torch.cat([first.sequences, torch.tensor([[30, 31], [32, 33]])], 1)
+    turn = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    got = model.generate(**turn, adapter_ids="alora", past_key_values=first.past_key_values, **options)
+    assert torch.equal(got, reference(family, "alora").generate(**turn, **options))
+
+
+def test_a_second_turn_that_invokes_again(family: str, model: PreTrainedModel) -> None:
+    """The last occurrence counts: keys and values between the two are not the base's."""
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    first = model.generate(**invoked([3]), adapter_ids="alora", return_dict_in_generate=True, **options)
+    ids = torch.cat([first.sequences, torch.tensor([INVOCATION])], 1)
+    with pytest.raises(CacheMismatchError, match="alora"):
+        model.generate(input_ids=ids, adapter_ids="alora", past_key_values=first.past_key_values, **options)
+
+
+def test_a_decoding_loop_by_hand(family: str, model: PreTrainedModel) -> None:
+    ids = invoked([3])["input_ids"]
+    with model.multilora.use("alora"), torch.no_grad():
+        output = model(input_ids=ids, use_cache=True)
+        tokens = [output.logits[:, -1].argmax(-1, keepdim=True)]
+        for _ in range(3):
+            output = model(input_ids=tokens[-1], past_key_values=output.past_key_values, use_cache=True)
+            tokens.append(output.logits[:, -1].argmax(-1, keepdim=True))
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    want = reference(family, "alora").generate(input_ids=ids, **options)
+    assert torch.equal(torch.cat(tokens, 1), want[:, LENGTH:])
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_cache": False}, {"cache_implementation": "static", "disable_compile": True}]
+)
+def test_other_caches(family: str, model: PreTrainedModel, options: dict[str, Any]) -> None:
+    inputs = invoked([3, 8, None])
+    got = generate(model, inputs, adapter_ids=["alora"] * 3, **options)
+    assert torch.equal(got, generate(reference(family, "alora"), inputs))
+
+
+def test_threads(family: str, model: PreTrainedModel) -> None:
+    """Starts belong to a call: several at once do not see each other's."""
+    starts = [[3], [6], [8], [None]]
+    want = [generate(model, invoked(start), adapter_ids=["alora"]) for start in starts]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(4):
+            if not torch.equal(generate(model, invoked(starts[number]), adapter_ids=["alora"]), want[number]):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(len(starts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 def test_use_block(family: str, model: PreTrainedModel) -> None:
