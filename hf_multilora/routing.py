@@ -174,12 +174,16 @@ class Routing:
         self.state = state
         self.tokens = tokens
 
-    def trace(self, state: RowState | None) -> None:
-        """Let compiled forwards run under a state; to be called outside of the graph."""
+    def trace(self, state: RowState | None, refused: bool = False) -> None:
+        """Let compiled forwards run under a state; to be called outside of the graph.
+
+        Args:
+            refused: the state cannot be served there, whatever it says itself (an aLoRA whose prompt nobody has seen).
+        """
         self.traced = state is not None
         if state is None:
             return
-        self.refused = bool(state.saved) or state.starts is not None
+        self.refused = refused or bool(state.saved) or state.starts is not None
         self.uniform = state.uniform
         if not state.uniform:  # one id serves any batch; `rows` stays, for graphs that depend on it
             self.rows = state.rows

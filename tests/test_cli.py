@@ -106,11 +106,21 @@ def test_wrong_source_is_an_error_on_stderr(run, tmp_path):
 
 
 def test_check_says_what_fits(run, base, adapter):
-    code, out, _ = run("check", adapter, str(base))
+    code, out, _ = run("check", str(base), adapter)
     assert code == 0 and out.startswith(f"{adapter} fits {base}\n")
     assert "q_proj 2 x r4" in out and "trained on 'org/base'" in out
-    found = json.loads(run("check", adapter, str(base), "--json")[1])
-    assert found["fits"] and found["sites"] == 2 and found["rank"] == 4
+    found = json.loads(run("check", str(base), adapter, "--json")[1])
+    (one,) = found["adapters"]
+    assert found["fits"] and one["fits"] and one["sites"] == 2 and one["rank"] == 4
+
+
+def test_check_of_several_says_which_do_not_fit(run, base, adapter, tmp_path):
+    wrong = save_adapter(tmp_path / "wrong", q_proj(width=48))
+    code, out, err = run("check", str(base), adapter, str(wrong))
+    assert code == 1 and out.startswith(f"{adapter} fits {base}\n") and "AdapterMatchError" in err
+    code, out, _ = run("check", str(base), adapter, str(wrong), "--json")
+    found = json.loads(out)
+    assert code == 1 and not found["fits"] and [one["fits"] for one in found["adapters"]] == [True, False]
 
 
 def test_check_needs_only_the_config(base, adapter, tmp_path):
@@ -133,13 +143,13 @@ def test_check_agrees_with_load(base, tmp_path):
 
 
 def test_check_refuses(run, base, adapter, tmp_path):
-    assert run("check", adapter, str(base), "--strict-base")[0] == 1
+    assert run("check", str(base), adapter, "--strict-base")[0] == 1
     with pytest.raises(SlotError, match="max_lora_rank"):
         check_adapter(adapter, str(base), max_lora_rank=2)
     with pytest.raises(ModelError, match="config"):
         check_adapter(adapter, str(tmp_path / "nothing"))
-    code, out, _ = run("check", adapter, str(base), "--max-lora-rank", "2", "--json")
-    assert code == 1 and json.loads(out)["error"] == "SlotError"
+    code, out, _ = run("check", str(base), adapter, "--max-lora-rank", "2", "--json")
+    assert code == 1 and json.loads(out)["adapters"][0]["error"] == "SlotError"
 
 
 def test_weights_that_came_along_are_compared_with_the_base(base, tmp_path):
@@ -178,7 +188,7 @@ def test_installed_command_runs():
 
 @pytest.mark.demo_model
 def test_check_of_the_demo(run, demo_model):
-    code, out, _ = run("check", str(ADAPTERS / "sentiment"), str(demo_model), "--max-lora-rank", "8")
+    code, out, _ = run("check", str(demo_model), str(ADAPTERS / "sentiment"), "--max-lora-rank", "8")
     assert code == 0 and "q_proj 30 x r4, v_proj 30 x r4" in out
 
 

@@ -443,7 +443,9 @@ class Calls:
         if self._running:
             self.routing.trace(self._running[-1])
         else:
-            self.routing.trace(self._blocks[-1].state if self._blocks else None)
+            block = self._blocks[-1] if self._blocks else None
+            state = block.state if block is not None else None
+            self.routing.trace(state, refused=block is not None and block.invocation is not None)
 
     def _serve(self, fn: Callable[[], torch.Tensor], y: torch.Tensor, where: str) -> torch.Tensor:
         """A layer was called outside of a forward: run it under the rows of the caller's own call."""

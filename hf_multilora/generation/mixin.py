@@ -261,6 +261,7 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if rows is None:
         rows = 1 if ids is None or isinstance(ids, (str, dict, tuple)) else len(ids)
     keys, _ = to_keys(ids, rows)
+    _check_assistant(model, kwargs)
     if kwargs.get("cache_implementation") == "paged" and any(key is not None for key in keys):
         raise RoutingError('cache_implementation="paged" does not carry adapter ids in this version.')
     distinct = calls.distinct(keys)
@@ -277,6 +278,19 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             return fn(*part_args, **part_kwargs)
 
     return run_waves(one_wave, plan_waves(keys, slots, pinned), rows, args, kwargs, _pad(model, kwargs))
+
+
+def _check_assistant(model: Any, kwargs: dict[str, Any]) -> None:
+    """Sampling compares the assistant's probabilities with the model's, column by column."""
+    assistant, extra = kwargs.get("assistant_model"), model.multilora.config.extra_vocab_size
+    config = kwargs.get("generation_config") or model.generation_config
+    sampled = kwargs["do_sample"] if kwargs.get("do_sample") is not None else config.do_sample
+    theirs = assistant.multilora.config.extra_vocab_size if isinstance(assistant, MultiLoraMixin) else 0
+    if assistant is not None and assistant is not model and sampled and theirs != extra:
+        raise RoutingError(
+            f"Assisted sampling needs logits of one width, and this model has extra_vocab_size={extra}, its assistant "
+            f"{theirs}. Enable the assistant with extra_vocab_size={extra}, or use do_sample=False."
+        )
 
 
 def _with_assistant(model: Any, fn: Any, args: Any, kwargs: dict[str, Any], ids: Any, assistant_ids: Any) -> Any:

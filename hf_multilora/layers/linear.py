@@ -55,7 +55,9 @@ class LoraLinear(LoraLayer):
             own = run_with(self.base_layer, saved, (x,), {}) if saved.parameters else y
             if saved.tokens is not None:
                 ids, rows = saved.tokens
-                own = own.index_copy(-1, ids, F.linear(x, rows.to(x.dtype)).to(own.dtype))
+                bias: Any = getattr(self.base_layer, "bias", None)
+                columns = F.linear(x, rows.to(x.dtype), None if bias is None else bias[ids].to(x.dtype))
+                own = own.index_copy(-1, ids, columns.to(own.dtype))
             y = select(state, saved.slot, own, y)
         return y
 
