@@ -82,6 +82,21 @@ def check_altered(spec: AdapterSpec, base: Base, parts: Sequence[Part], name: st
         )
 
 
+def check_removable(spec: AdapterSpec, base: Base, parts: Sequence[Part], name: str) -> None:
+    """Raises: UnsupportedAdapterError for a weight that another module shares, and so lost the part there as well."""
+    shared = next((part.path for part in parts if f"{part.path}.weight" in base.table.tied), None)
+    if shared is not None:
+        raise UnsupportedAdapterError(
+            f"{base.where}: {TITLES[spec.altered]} altered the weight of {name!r}, and with it the module that "
+            f"{shared!r} is tied to; the file does not hold it. Save it again with save_embedding_layers=True."
+        )
+
+
+def with_diagonal(b: Readable, diagonal: Readable | None) -> Readable:
+    """B with KaSA's singular values, which go between B and A, multiplied in."""
+    return b if diagonal is None else Computed(b.shape, lambda: b.read().float() * diagonal.read().float())
+
+
 def with_removed(
     spec: AdapterSpec,
     base: Base,
@@ -89,7 +104,6 @@ def with_removed(
     a: Readable,
     b: Readable,
     scaling: float,
-    diagonal: Readable | None,
     name: str,
 ) -> tuple[Readable, Readable]:
     """A' and B' of rank 2r, which do on the clean base what A and B do on the altered one.
@@ -97,7 +111,6 @@ def with_removed(
     Args:
         parts: of the model, that make up the layer of training.
         a, b: [r, in] and [out, r].
-        diagonal: KaSA's singular values, which go between B and A.
         name: of the module in training, for errors.
 
     Raises:
@@ -116,13 +129,9 @@ def with_removed(
             held.append((down.cpu(), up.cpu()))
         return held[0]
 
-    def up() -> torch.Tensor:
-        own = b.read().float()
-        return own if diagonal is None else own * diagonal.read().float()
-
     return (
         Computed((2 * rank, inside), lambda: torch.cat([a.read().float(), removed()[0]])),
-        Computed((out, 2 * rank), lambda: torch.cat([up(), -removed()[1]], 1)),
+        Computed((out, 2 * rank), lambda: torch.cat([b.read().float(), -removed()[1]], 1)),
     )
 
 

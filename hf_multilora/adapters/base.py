@@ -25,11 +25,13 @@ class Base:
         table: of the model.
         where: the adapter's file, for errors.
         overrides: parameter name -> the adapter's own version of it.
+        shipped: module paths whose weight the checkpoint holds, be it a copy of the base's.
     """
 
     table: TargetTable
     where: str
     overrides: Mapping[str, Readable] = field(default_factory=dict)
+    shipped: frozenset[str] = frozenset()
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the base's own parameter, None where there is none."""

@@ -53,14 +53,26 @@ def check_whole(
         known = base.shape(full)
         if leaf not in ("weight", "bias") or not known:
             continue
-        other, width = widths.setdefault(module, (full, item.ref.shape[0]))
+        axis = _output_axis(module, leaf, base)
+        own = item.ref.shape[axis]
+        other, width = widths.setdefault(module, (full, own))
         sibling = f"{module}.{'bias' if leaf == 'weight' else 'weight'}"
-        changed = item.ref.shape[0] != known[0]
-        if width != item.ref.shape[0] or (changed and sibling not in beside and base.shape(sibling) is not None):
+        changed = own != known[axis]
+        if width != own or (changed and sibling not in beside and base.shape(sibling) is not None):
             raise AdapterMatchError(
                 f"{where}: {full} and {other if other != full else sibling} have different widths."
             )
     return strange
+
+
+def _output_axis(module: str, leaf: str, base: Base) -> int:
+    """The dimension of a parameter that counts the module's outputs: the last of a Conv1D's weight, [in, out]."""
+    target = base.table.targets.get(module)
+    if leaf == "bias" or target is not None:
+        return int(leaf == "weight" and target is not None and target.transposed)
+    # left out when the model was enabled, so that only its shapes are known
+    weight, bias = base.shape(f"{module}.weight") or (), base.shape(f"{module}.bias")
+    return int(len(weight) == 2 and weight[:1] != bias and weight[1:] == bias)
 
 
 def check_biases(keys: list[Key], names: dict[str, str], pairs: list[str], base: Base, said: str) -> list[str]:

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError
-from .altered import TITLES, check_altered, expanded, rows_of, with_removed
+from .altered import TITLES, check_altered, check_removable, expanded, rows_of, with_diagonal, with_removed
 from .base import Base
 from .checkpoint import Checkpoint, TensorInfo, TensorRef
 from .computed import Computed
 from .config import AdapterSpec
 from .dora import gain_of, row_norms, shift_of
 from .keys import Key
-from .plan import Factor, Readable, SavedParam
+from .plan import Factor, Readable, SavedParam, TokenRows
 from .targets import Part, TargetTable, is_head
 
 
@@ -80,11 +80,11 @@ def to_factors(
             _check_vector(vector, checkpoint.infos[vector.name], width, where)
     name = _checked_name(pair, rank, spec, where)
     scaling = spec.scaling(name, rank)
-    if spec.altered and f"{parts[0].path}.weight" not in base.overrides:
-        if pair.diagonal is not None:
-            _check_vector(pair.diagonal, checkpoint.infos[pair.diagonal.name], rank, where)
-        diagonal = None if pair.diagonal is None else TensorRef(checkpoint, pair.diagonal.name)
-        a, b = with_removed(spec, base, parts, a, b, scaling, diagonal, pair.trained)
+    b = with_diagonal(b, _diagonal(pair, rank, checkpoint))
+    # a weight in the file is the altered one already
+    if spec.altered and not base.shipped.issuperset(part.path for part in parts):
+        check_removable(spec, base, parts, pair.trained)
+        a, b = with_removed(spec, base, parts, a, b, scaling, pair.trained)
         converted[f"rank {rank} on {TITLES[spec.altered]}'s base: rank {2 * rank} on the base itself"] += 1
     for text in (how, _regrouped(pair, base.table)):
         converted.update([text] if text else [])
@@ -124,6 +124,14 @@ def _factor(
     )
 
 
+def _diagonal(pair: Pair, rank: int, checkpoint: Checkpoint) -> TensorRef | None:
+    """KaSA's singular values, checked."""
+    if pair.diagonal is None:
+        return None
+    _check_vector(pair.diagonal, checkpoint.infos[pair.diagonal.name], rank, checkpoint.where)
+    return pair.ref(checkpoint, "diagonal")
+
+
 def _regrouped(pair: Pair, table: TargetTable) -> str | None:
     parts = table.parts[pair.path]
     if len({part.path for part in parts}) > 1:
@@ -145,49 +153,90 @@ def bias_factors(factors: list[Factor], biases: Mapping[tuple[str, int], Readabl
     return found
 
 
-def merged(pair: Pair, rows: int, checkpoint: Checkpoint, spec: AdapterSpec, base: Base) -> SavedParam:
-    """Factors on an embedding or head that the adapter has at a size of its own: worked into its saved weight.
+def merged(pair: Pair, item: SavedParam, checkpoint: Checkpoint, spec: AdapterSpec, base: Base) -> SavedParam:
+    """Factors on a layer whose weight the adapter has of its own: worked into that weight.
 
-    No slot has room for factors of that size, and nothing is lost: W + scaling B A, times the gain, is what they come
-    to.
+    Nothing is lost: W + scaling B A, times the gain, is what they come to; and a table of another size has factors of
+    another size, for which no slot has room.
 
     Args:
-        rows: of the saved weight.
+        item: the saved weight, with its trained rows.
 
     Raises:
         AdapterMatchError: factors of another size.
-        UnsupportedAdapterError: a bias of B.
+        UnsupportedAdapterError: a bias of B; a part of the layer only.
     """
-    where, (a, b) = checkpoint.where, (checkpoint.infos[pair.a.name], checkpoint.infos[pair.b.name])
+    where = checkpoint.where
     embedding = pair.a.role == "embedding_A"
-    for key, info in ((pair.a, a), (pair.b, b)):
-        _check_matrix(key, info, where)
-    table = base.overrides[f"{pair.path}.weight"]
-    wanted = table.shape[::-1] if embedding else table.shape
+    for key in (pair.a, pair.b):
+        _check_matrix(key, checkpoint.infos[key.name], where)
+    parts, saved = base.table.parts[pair.path], item.ref
+    if any(part.path != pair.path for part in parts):
+        raise UnsupportedAdapterError(
+            f"{where}: {pair.a.name} trains {pair.path!r}, and the file also holds the whole weight of "
+            f"{parts[0].path!r}: factors on a saved weight that is fused otherwise are not served."
+        )
+    target = base.table.targets[pair.path]
+    _check_kind(pair, target.kind, where)
+    if spec.altered:
+        check_altered(spec, base, parts, pair.trained)
+    transposed = embedding or target.transposed
+    wanted = saved.shape[::-1] if transposed else saved.shape
+    a, b, _ = expanded(spec, pair.ref(checkpoint, "a"), pair.ref(checkpoint, "b"), wanted[1])
     if a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != wanted:
         raise AdapterMatchError(
-            f"{where}: {pair.a.name} {a.shape} and {pair.b.name} {b.shape} do not fit the {rows} rows that the file "
-            f"holds of {pair.path!r}."
+            f"{where}: {pair.a.name} {a.shape} and {pair.b.name} {b.shape} do not fit the {saved.shape[0]} rows of "
+            f"the weight that the file holds of {pair.path!r}."
         )
     if pair.b_bias is not None:
-        raise UnsupportedAdapterError(f"{where}: {pair.b_bias.name}: a bias of B on a head of another size.")
-    if spec.altered:
-        raise UnsupportedAdapterError(f"{where}: {pair.a.name}: {TITLES[spec.altered]} on a table of another size.")
+        raise UnsupportedAdapterError(f"{where}: {pair.b_bias.name}: a bias of B on a layer whose weight is saved.")
     if pair.magnitude is not None:
         _check_vector(pair.magnitude, checkpoint.infos[pair.magnitude.name], b.shape[0], where)
     scaling = spec.scaling(_checked_name(pair, a.shape[0], spec, where), a.shape[0])
+    b = with_diagonal(b, _diagonal(pair, a.shape[0], checkpoint))
 
     def compute() -> torch.Tensor:
-        weight = table.read().to(torch.float32)
-        matrix = weight.t() if embedding else weight
-        down, up = checkpoint.read(pair.a.name).float(), checkpoint.read(pair.b.name).float()
+        weight = saved.read().to("cpu", torch.float32)
+        matrix = weight.t() if transposed else weight
+        down, up = a.read().to("cpu", torch.float32), b.read().to("cpu", torch.float32)
         whole = torch.addmm(matrix, up, down, alpha=scaling)
         if pair.magnitude is not None:
-            magnitude = checkpoint.read(pair.magnitude.name).float()
+            magnitude = checkpoint.read(pair.magnitude.name).to("cpu", torch.float32)
             whole *= (magnitude / row_norms(matrix, down, up, scaling))[:, None]
-        return (whole.t() if embedding else whole).contiguous()
+        return (whole.t() if transposed else whole).contiguous()
 
-    return SavedParam(pair.path, "weight", Computed(table.shape, compute))
+    return SavedParam(item.path, item.name, Computed(saved.shape, compute))
+
+
+def with_update(rows: TokenRows, pair: Pair, checkpoint: Checkpoint, spec: AdapterSpec) -> TokenRows:
+    """Token rows of a head that has factors besides: PEFT puts these on top of the rows, and so do the rows here.
+
+    The factors were checked before.
+    """
+    a, b = pair.ref(checkpoint, "a"), pair.ref(checkpoint, "b")
+    scaling = spec.scaling(_checked_name(pair, a.shape[0], spec, checkpoint.where), a.shape[0])
+
+    def compute() -> torch.Tensor:
+        up = b.read()[list(rows.ids)].to("cpu", torch.float32)
+        return torch.addmm(
+            rows.ref.read().to("cpu", torch.float32), up, a.read().to("cpu", torch.float32), alpha=scaling
+        )
+
+    return TokenRows(rows.path, rows.ids, Computed(rows.ref.shape, compute))
+
+
+def check_rows(pair: Pair, checkpoint: Checkpoint, spec: AdapterSpec) -> None:
+    """Raises: UnsupportedAdapterError for token rows under factors that are more than A and B."""
+    what = TITLES[spec.altered] if spec.altered else None
+    what = what or ("DoRA" if pair.magnitude is not None else None)
+    what = what or ("a bias of B" if pair.b_bias is not None else None)
+    what = what or ("LoRA on the embedding" if pair.a.role == "embedding_A" else None)
+    what = what or ("block-diagonal or pooled factors" if spec.blocks > 1 or spec.group > 1 else None)
+    if what:
+        raise UnsupportedAdapterError(
+            f"{checkpoint.where}: {pair.a.name}: {what}, on {pair.path!r}, of which trainable_token_indices trains "
+            "rows as well: not served."
+        )
 
 
 def _check_matrix(key: Key, info: TensorInfo, where: str) -> None:

@@ -19,11 +19,11 @@ from .base import Base
 from .checkpoint import Checkpoint, TensorRef
 from .complete import check_biases, check_whole
 from .config import AdapterSpec
-from .convert import Pair, bias_factors, merged, to_factors
+from .convert import Pair, bias_factors, check_rows, merged, to_factors, with_update
 from .group import group, some
 from .keys import FACTORS, Key, Renaming, find_renaming, foreign_format, parse_keys
 from .plan import AdapterPlan, Factor, Readable
-from .saved import sort_others
+from .saved import move_biases, sort_others
 from .select import incomplete, unmatched
 from .targets import TargetTable
 from .tokens import token_rows
@@ -80,21 +80,34 @@ def match(
 
     vocabulary = Vocabulary.of(table)
     others = sort_others(rest, renaming.names, spec, checkpoint, Base(table, where), vocabulary)
-    base = Base(table, where, {f"{item.path}.{item.name}": item.ref for item in others.saved})
+    own = {f"{item.path}.{item.name}": item.ref for item in others.saved}
+    base = Base(table, where, own, _shipped(rest, renaming, vocabulary))
     strange = check_whole(others.saved, rest, renaming.names, spec, base)
     others.warnings += check_biases(rest, renaming.names, [pair.path for pair in placed], base, spec.bias)
+    move_biases(others, base)
+    before = list(others.saved)
     tokens, held = token_rows(rows, renaming.names, spec, checkpoint, base, vocabulary, others.saved)
     vocab_size = vocabulary.resized(others.rows, held, where)
+
+    under = {rows.path for rows in tokens} | {item.path for item in others.saved if item not in before}
 
     factors: list[Factor] = []
     converted: Counter[str] = Counter()
     for pair in placed:
-        if vocab_size is not None and pair.path in others.rows:
-            item = merged(pair, others.rows[pair.path], checkpoint, spec, base)
-            others.saved = [item if (s.path, s.name) == (item.path, item.name) else s for s in others.saved]
-            others.converted.append(f"{pair.a.name}, {pair.b.name}: worked into the {vocab_size} rows of {pair.path}")
+        if pair.path in under:
+            check_rows(pair, checkpoint, spec)
+        weights = {f"{part.path}.weight" for part in table.parts[pair.path]}
+        at = [i for i, item in enumerate(others.saved) if f"{item.path}.{item.name}" in weights]
+        if at:
+            item = others.saved[at[0]] = merged(pair, others.saved[at[0]], checkpoint, spec, base)
+            others.converted.append(
+                f"{pair.a.name}, {pair.b.name}: worked into the {item.ref.shape[0]} rows of {pair.path}"
+            )
             continue
         factors += to_factors(pair, checkpoint, spec, base, others.biases, converted)
+        tokens = tuple(
+            with_update(rows, pair, checkpoint, spec) if rows.path == pair.path else rows for rows in tokens
+        )
     factors += bias_factors(factors, others.biases, base)
     factors.sort(key=lambda factor: table.position[factor.path, factor.slice])
     _check_once(factors, placed, table, where)
@@ -124,6 +137,12 @@ def match(
         unmatched=unmatched(spec, modules),
         converted=[*others.converted, *(f"{text} ({n} x)" for text, n in converted.items())],
     )
+
+
+def _shipped(keys: list[Key], renaming: Renaming, vocabulary: Vocabulary) -> frozenset[str]:
+    """Modules whose weight is in the file, or is one with such a weight."""
+    held = {renaming.names[key.path] for key in keys if key.role in ("base", "param") and key.leaf == "weight"}
+    return frozenset(held.union(*(vocabulary.same_table(path) for path in held)))
 
 
 def _check_roles(keys: list[Key], spec: AdapterSpec, where: str) -> None:

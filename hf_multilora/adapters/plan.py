@@ -84,7 +84,7 @@ class TokenRows:
     Args:
         path: the embedding or head.
         ids: which rows.
-        ref: their new values, [len(ids), d].
+        ref: their new values, [len(ids), d]; all that counts for them: no factor of the layer comes on top.
     """
 
     path: str

@@ -197,6 +197,26 @@ def spread_shared(others: Others, vocabulary: Vocabulary) -> None:
                 others.rows[other] = rows
 
 
+def move_biases(others: Others, base: Base) -> None:
+    """The bias of a layer whose weight is saved belongs to that layer: a parameter, and no shift of the base's output.
+
+    Raises:
+        UnsupportedAdapterError: a bias that is fused otherwise than the layer.
+    """
+    full = {f"{item.path}.{item.name}" for item in others.saved}
+    for path in dict.fromkeys(path for path, _ in others.biases if f"{path}.weight" in full):
+        held = [others.biases.pop((path, i), None) for i in range(len(base.table.targets[path].widths))]
+        ref = held[0]
+        same = isinstance(ref, TensorRef) and all(isinstance(r, TensorRef) and r.key == ref.key for r in held)
+        if (
+            not isinstance(ref, TensorRef)
+            or not same
+            or ref.checkpoint.infos[ref.key].shape != base.shape(f"{path}.bias")
+        ):
+            raise UnsupportedAdapterError(f"{base.where}: the weight of {path!r} as a whole, and its bias in parts.")
+        others.saved.append(SavedParam(path, "bias", TensorRef(ref.checkpoint, ref.key)))
+
+
 def _last(root: str, path: str, table: TargetTable) -> str:
     """The last module with parameters in a head: the one whose outputs are the labels."""
     inside = [name.rpartition(".")[0] for name in table.parameters if name.startswith(f"{root}.")]

@@ -141,13 +141,6 @@ def applied(base: PreTrainedModel, plan: AdapterPlan, table: TargetTable) -> Pre
         module = model.get_submodule(saved_param.path)
         inner, _, name = saved_param.name.rpartition(".")
         setattr(module.get_submodule(inner), name, nn.Parameter(saved_param.ref.read().float().clone()))
-    for rows in plan.tokens:
-        weight = model.get_submodule(rows.path).weight
-        more = max(rows.ids) + 1 - weight.shape[0]
-        if more > 0:
-            weight = nn.Parameter(torch.cat([weight, torch.full((more, weight.shape[1]), torch.nan)]))
-            model.get_submodule(rows.path).weight = weight
-        weight[list(rows.ids)] = rows.ref.read().float()
     for factor in plan.factors:
         target = table.targets[factor.path]
         module = model.get_submodule(factor.path)
@@ -166,6 +159,13 @@ def applied(base: PreTrainedModel, plan: AdapterPlan, table: TargetTable) -> Pre
             module.bias[piece] *= gain
             if factor.shift is not None:
                 module.bias[piece] += factor.shift.read()
+    for rows in plan.tokens:
+        weight = model.get_submodule(rows.path).weight
+        more = max(rows.ids) + 1 - weight.shape[0]
+        if more > 0:
+            weight = nn.Parameter(torch.cat([weight, torch.full((more, weight.shape[1]), torch.nan)]))
+            model.get_submodule(rows.path).weight = weight
+        weight[list(rows.ids)] = rows.ref.read().float()
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from adapter_bed import H, adapter, config, llama, load, phi3
 from peft import BdLoraConfig, KasaConfig, MontecloraConfig, VeloraConfig
 from peft.tuners.lora.variants import BlockDiagonalLinear
-from peft_bed import assert_same, make, saved, table_of
+from peft_bed import assert_same, make, saved, some_ids, table_of
 from test_adapter_dora import ALL, base_of, fuse
 
 from hf_multilora.adapters.altered import block_diagonal
@@ -96,11 +97,61 @@ def test_olora_on_conv1d(tmp_path: Path) -> None:
 
 def test_base_that_the_file_ships() -> None:
     """A residual weight in the file is what A and B belong to: nothing has to be computed again."""
-    targets = llama(base=base_of(llama()))
+    base = base_of(llama())
+    targets = llama(base=base)
+    a, b = adapter(targets, ["lm_head"]).values()
     tensors = adapter(targets, ["lm_head"])
-    residual = {"base_model.model.lm_head.base_layer.weight": torch.randn(64, H)}
-    with load(tensors | residual, targets, config(init_lora_weights="pissa")) as plan:
-        assert plan.factors[0].rank == 4 and [item.path for item in plan.saved] == ["lm_head"]
+    key = "base_model.model.lm_head.base_layer.weight"
+    residual = torch.randn(64, H)
+    for method in ("pissa", "olora"):
+        with load(tensors | {key: residual}, targets, config(init_lora_weights=method)) as plan:
+            assert plan.factors == () and [item.path for item in plan.saved] == ["lm_head"]
+            torch.testing.assert_close(plan.saved[0].ref.read(), residual + 2 * b @ a)
+        with load(tensors | {key: base["lm_head.weight"].clone()}, targets, config(init_lora_weights=method)) as plan:
+            assert plan.factors[0].rank == 4 and plan.saved == ()
+
+
+HEAD = ["q_proj", "lm_head"]
+SHIPPED: list[tuple[str, dict[str, Any]]] = [
+    (family, options)
+    for family in ("llama", "tied")
+    for options in (
+        {"init_lora_weights": "pissa"},
+        {"init_lora_weights": "pissa", "use_dora": True},
+        {"init_lora_weights": "olora"},
+        {"kasa_config": KasaConfig()},
+    )
+]
+
+
+@pytest.mark.parametrize(("family", "options"), SHIPPED, ids=str)
+def test_altered_heads(family: str, options: dict, tmp_path: Path) -> None:
+    """PEFT ships the altered weight; where it is tied, the embedding changed with it."""
+    base = make(family)
+    theirs = saved(base, tmp_path / "with", target_modules=HEAD, **options)
+    table = table_of(base)
+    with load_plan(tmp_path / "with", table, max_lora_rank=8) as plan:
+        assert_same(theirs, base, plan, table)
+        # at run time a saved weight takes the place of all that the layer gives: no factor may count beside it
+        assert {item.path for item in plan.saved}.isdisjoint(factor.path for factor in plan.factors)
+    theirs = saved(base, tmp_path / "without", save_embedding_layers=False, target_modules=HEAD, **options)
+    if family == "tied":
+        with pytest.raises(UnsupportedAdapterError, match="'lm_head' is tied to; the file does not hold it"):
+            load_plan(tmp_path / "without", table, max_lora_rank=8)
+        return
+    with load_plan(tmp_path / "without", table, max_lora_rank=8) as plan:
+        assert_same(theirs, base, plan, table)
+
+
+def test_altered_head_of_another_size(tmp_path: Path) -> None:
+    base = make("tied")
+    larger = copy.deepcopy(base)
+    larger.resize_token_embeddings(68, mean_resizing=False)
+    theirs = saved(larger, tmp_path, save_embedding_layers=True, target_modules=HEAD, init_lora_weights="pissa")
+    table = table_of(base)
+    with load_plan(tmp_path, table, max_lora_rank=8) as plan:
+        assert plan.vocab_size == 68
+        assert_same(theirs, base, plan, table, some_ids(68))
 
 
 def test_base_that_cannot_be_read() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adapter_bed import H, V, adapter, config, llama, load, table
+from adapter_bed import KV, H, V, adapter, config, factors, llama, load, phi3, table
 
 from hf_multilora.adapters import saved
 from hf_multilora.adapters.saved import same_numbers
@@ -21,6 +21,13 @@ BASE = {
 }
 TARGETS = llama(base=BASE, modules=("model.norm",))
 TENSORS = adapter(TARGETS, ["q_proj", "embed_tokens", "lm_head"])
+# what the factors come to, in the layout of the weight: they are worked into a weight that the file has of its own
+_AB = {key.removeprefix("base_model.model."): value for key, value in TENSORS.items()}
+UPDATES = {
+    "lm_head.weight": 2 * _AB["lm_head.lora_B.weight"] @ _AB["lm_head.lora_A.weight"],
+    "model.embed_tokens.weight": 2
+    * (_AB["model.embed_tokens.lora_embedding_B"] @ _AB["model.embed_tokens.lora_embedding_A"]).t(),
+}
 
 
 def read(extra: dict[str, torch.Tensor], targets=TARGETS, **fields):
@@ -55,7 +62,9 @@ def test_changed_copies_replace_the_base(key: str, name: str) -> None:
         assert plan.saved == () and plan.factors[1].shift.read()[-1] == pytest.approx(1e-3, rel=1e-3)
     else:
         (item,) = plan.saved
-        assert f"{item.path}.{item.name}" == name and item.ref.read().equal(changed)
+        assert f"{item.path}.{item.name}" == name
+        torch.testing.assert_close(item.ref.read(), changed + UPDATES.get(name, 0))
+        assert len(plan.factors) == 4 - (name in UPDATES)
     announced = "lm_head" in key or "embed_tokens" in key
     assert len(plan.warnings) == (not announced) and plan.ignored == []
     if plan.warnings:
@@ -67,7 +76,7 @@ def test_original_modules_are_ignored() -> None:
     own = {f"base_model.model.lm_head.{part}.weight": BASE["lm_head.weight"] + i for i, part in enumerate(
         ("original_module", "modules_to_save.default"), 1)}  # fmt: skip
     plan = read(own, modules_to_save=["lm_head"])
-    assert plan.saved[0].ref.read().equal(BASE["lm_head.weight"] + 2)
+    torch.testing.assert_close(plan.saved[0].ref.read(), BASE["lm_head.weight"] + 2 + UPDATES["lm_head.weight"])
     assert plan.ignored == [
         "base_model.model.lm_head.original_module.weight: the base's own, which the saved module replaces"
     ]
@@ -275,3 +284,27 @@ def test_copies_move_with_the_renaming() -> None:
     targets = table({"self_attn.q_proj": (H, H)}, base=base, **nested)
     key = "base_model.model.model.embed_tokens.base_layer.weight"
     assert load(TENSORS | {key: BASE["model.embed_tokens.weight"]}, targets, config()).ignored
+
+
+def test_bias_beside_a_saved_weight() -> None:
+    """It belongs to the saved layer: a shift of the base's output would be lost with that."""
+    q = "model.layers.0.self_attn.q_proj"
+    base = BASE | {f"{q}.weight": torch.randn(H, H)}
+    targets = llama(base=base, modules=("model.norm",))
+    own = {f"base_model.model.{q}.base_layer.{leaf}": base[f"{q}.{leaf}"] + 1 for leaf in ("weight", "bias")}
+    plan = load(adapter(targets, ["q_proj"]) | own, targets, config(bias="lora_only"))
+    held = {item.name: item.ref.read() for item in plan.saved if item.path == q}
+    assert set(held) == {"weight", "bias"} and held["bias"].equal(base[f"{q}.bias"] + 1)
+    assert [factor.path for factor in plan.factors] == [q.replace("0", "1")]
+
+
+def test_factors_on_a_part_of_a_saved_weight() -> None:
+    path = "model.layers.0.self_attn.qkv_proj"
+    width = H + 2 * KV
+    targets = phi3(base={f"{path}.weight": torch.zeros(width, H)})
+    whole = {f"base_model.model.{path}.base_layer.weight": torch.ones(width, H)}
+    split = factors(path.replace("qkv_proj", "q_proj"), H, H)
+    with pytest.raises(UnsupportedAdapterError, match="q_proj.*the whole weight of .*qkv_proj"):
+        load(split | whole, targets, config())
+    plan = load(factors(path, H, width) | whole, targets, config())
+    assert plan.factors == () and [(item.path, item.name) for item in plan.saved] == [(path, "weight")]
