@@ -1,10 +1,12 @@
 """The kernels alone, in the shape of an 8B Llama: one decoder layer (q k v o gate up down), microseconds per layer.
 
-    python benchmarks/bench_kernels.py [--out results/kernels.json] [--only decode prefill host split]
+    python benchmarks/bench_kernels.py [--out results/kernels.json] [--only decode mix prefill host split]
     python benchmarks/bench_kernels.py --search decode|prefill      block sizes, best first
 
 A CUDA graph holds back-to-back layers, each with weights of its own, together at least 128 MB, so that each layer
 finds them out of the 60 MB L2. At decode x and y are hot (one buffer), at prefill they rotate. Median of 20 replays.
+"mix" compares a batch of plain, gain (DoRA), shift (lora_bias) and base rows, a quarter each, with one of plain and
+base rows; `over` is what the mix costs more, as a fraction.
 The floor: the bytes that must move (each distinct adapter's A and B once, x once, y read and written) at --bandwidth.
 """
 
@@ -25,6 +27,7 @@ from common import environment
 
 from hf_multilora.kernels import expand, launch, shrink
 from hf_multilora.kernels.ops import LinearOp, Workspace
+from hf_multilora.kernels.reference import META
 from hf_multilora.kernels.tuning import ExpandTiling, ShrinkTiling, expand_tiling, shrink_tiling
 
 # (in, out) of the seven projections of a layer.
@@ -35,25 +38,48 @@ BF16 = torch.bfloat16
 
 
 class Arena:
-    """Random adapters of one rank over `layers` layers, packed as the package packs them."""
+    """Random adapters of one rank over `layers` layers, packed as the package packs them.
 
-    def __init__(self, adapters: int, rank: int, layers: int, max_rank: int | None = None) -> None:
+    With `vectors` there is room for a gain and a shift of every site, which `mix` gives to slots and takes away.
+    """
+
+    def __init__(
+        self, adapters: int, rank: int, layers: int, max_rank: int | None = None, vectors: bool = False
+    ) -> None:
         self.rank, self.layers, self.max_rank = rank, layers, max_rank or rank
         shapes = [shape for _ in range(layers) for shape in LAYER]
-        header = -(-24 * len(shapes) // 256) * 128
-        table, at = [], header
+        header = -(-8 * META * len(shapes) // 256) * 128
+        table, vector_table, at = [], [], header
         for k, n in shapes:
-            table += [at, at + rank * k, rank]
+            table += [at, at + rank * k, rank, 0, 0]
             at += rank * (k + n)
+            if vectors:
+                vector_table += [[at // 2, at // 2 + n]]
+                at += 4 * n
         self.slot_elems = -(-at // 128) * 128
         self.data = torch.empty(adapters * self.slot_elems, dtype=BF16, device="cuda").normal_(0, 0.02)
+        self.floats = self.data.view(torch.float32)
         self.meta = self.data.view(torch.int64).view(adapters, -1)
+        self.vectors = torch.tensor(vector_table, device="cuda")
+        if vectors:
+            slots = self.floats.view(adapters, -1)
+            for (gain, shift), (_, n) in zip(vector_table, shapes, strict=True):
+                slots[:, gain : gain + n].uniform_(0.5, 1)  # the calls add into the same y: it must not overflow
+                slots[:, shift : shift + n].normal_(0, 0.02)
         self.meta[:, : len(table)] = torch.tensor(table, device="cuda")
         self.workspace = Workspace()
         self.ops = [
-            LinearOp(self.data, self.meta, self.slot_elems, 0, site, k, (n,), self.max_rank, self.workspace)
+            LinearOp(
+                self.data, self.meta, self.floats, self.slot_elems, 0, site, k, (n,), self.max_rank, self.workspace
+            )
             for site, (k, n) in enumerate(shapes)
         ]
+
+    def mix(self, gains: slice, shifts: slice) -> None:
+        """Give these slots a gain and a shift at every site, and no others."""
+        table = self.meta[:, : META * len(self.ops)].view(-1, len(self.ops), META)
+        table[..., 3:] = 0
+        table[gains, :, 3], table[shifts, :, 4] = self.vectors[:, 0], self.vectors[:, 1]
 
 
 def layers_for(adapters: int, rank: int) -> int:
@@ -110,6 +136,35 @@ def bench_layers(kind: str, cases: list[tuple[int, int, int, int]], bandwidth: f
         torch.cuda.empty_cache()
 
 
+def bench_mix(cases: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
+    """`cases`: (rows, tokens a row, rank); every row but the base's has an adapter of its own."""
+    for rows, per_row, rank in cases:
+        n, part = rows * per_row, rows // 4
+        arena = Arena(rows, rank, layers_for(rows, rank) if per_row == 1 else 2, vectors=True)
+        row_slots = slots_for(rows, rows)
+        row_slots[3 * part :] = -1
+        xs = {k: torch.randn(n, k, dtype=BF16, device="cuda") for k in (4096, 14336)}
+        ys = {w: torch.zeros(n, w, dtype=BF16, device="cuda") for w in (4096, 1024, 14336)}
+
+        def run(arena: Arena = arena, xs: Any = xs, ys: Any = ys, slots: Any = row_slots, rows: int = rows) -> None:
+            for op in arena.ops:
+                op(ys[op.out_features], xs[op.in_features], slots, rows)
+
+        mixes = {"plain": (slice(0), slice(0)), "mixed": (slice(part, 2 * part), slice(2 * part, 3 * part))}
+        times: dict[str, list[float]] = {name: [] for name in mixes}
+        # In turns, so that a drift of the clocks meets both.
+        for name in [*mixes] * 3:
+            arena.mix(*mixes[name])
+            for y in ys.values():
+                y.zero_()
+            times[name].append(graph_us(run) / arena.layers)
+        us = {name: min(found) for name, found in times.items()}
+        over = us["mixed"] / us["plain"] - 1
+        yield {"bench": "mix", "rows": rows, "tokens": n, "rank": rank, **us, "over": over}
+        del arena, xs, ys
+        torch.cuda.empty_cache()
+
+
 def bench_split(rows: int, adapters: int, rank: int) -> Iterator[dict[str, Any]]:
     """Shrink and expand apart, for each kind of projection."""
     arena = Arena(adapters, rank, layers_for(adapters, rank))
@@ -141,12 +196,12 @@ def time_tilings(
     sites = range(index, len(arena.ops), len(LAYER))
     split = first.split if first else shrink_tiling(n, rows, k, arena.max_rank, BF16, BF16).split
     planes = torch.zeros(split * n * arena.max_rank, device="cuda")
-    common = (row_slots, planes, arena.data, arena.meta, rows)
+    common = (row_slots, None, planes, arena.data, arena.meta, rows)
     kinds: list[tuple[str, Callable[[int], Any]]] = []
     if first:
         kinds.append(("shrink", lambda s: shrink.prepare(x, *common, s, 1, arena.slot_elems, arena.max_rank, first)))
     if second:
-        tail = ((width,), arena.slot_elems, arena.max_rank, split, second)
+        tail = (arena.floats, (width,), arena.slot_elems, arena.max_rank, split, second)
         kinds.append(("expand", lambda s: expand.prepare(y, *common, s, *tail)))
     for op, prepare in kinds:
         launches = [prepare(site) for site in sites]
@@ -257,7 +312,7 @@ def show(title: str, found: list[tuple[float, str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="append JSON rows to this file")
-    parser.add_argument("--only", nargs="+", default=["decode", "host", "split", "prefill"])
+    parser.add_argument("--only", nargs="+", default=["decode", "mix", "host", "split", "prefill"])
     parser.add_argument("--search", choices=("decode", "prefill"))
     parser.add_argument("--seconds", type=float, default=240, help="limit of a search")
     parser.add_argument("--bandwidth", type=float, default=4.26e12, help="bytes a second, for the floor")
@@ -274,6 +329,7 @@ def main() -> None:
     prefill += [(16, 512, 16, 16), (16, 512, 16, 64)]
     parts = {
         "decode": lambda: bench_layers("decode", decode, options.bandwidth),
+        "mix": lambda: bench_mix([(32, 1, 16), (32, 1, 64), (16, 256, 16)]),
         "host": bench_host,
         "split": lambda: bench_split(32, 32, 16),
         "prefill": lambda: bench_layers("prefill", prefill, options.bandwidth),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -16,16 +17,32 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .adapters.load import load_plan
+from .adapters.plan import AdapterPlan, SavedParam
 from .config import MultiLoraConfig
-from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, closest
+from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, UnsupportedAdapterError, closest
 from .generation.calls import Calls
 from .generation.ids import BASE, names_of
-from .generation.mixin import MultiLoraMixin, swap_class
-from .inject import InstanceGuard, Survey, check_intact, placement, survey, swap_in, swap_out
+from .generation.logits import Vocabulary
+from .generation.mixin import MultiLoraMixin, PartMixin, restore_parts, swap_class, swap_parts
+from .inject import (
+    InstanceGuard,
+    Survey,
+    check_containers,
+    check_intact,
+    containers,
+    placement,
+    saved_layer,
+    survey,
+    swap_in,
+    swap_out,
+    tied_groups,
+)
 from .kernels.ops import EmbeddingOp, LinearOp, Workspace
+from .layers import LoraLayer
+from .layers.embedding import LoraEmbedding
+from .layers.linear import LoraHead
 from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
-from .memory.pack import pack
 from .memory.registry import Loaded
 from .memory.store import AdapterStore
 from .peft_model import Takeover, is_peft_layer, is_peft_model, take_over
@@ -118,12 +135,30 @@ class MultiLora:
         # Everything that can fail comes before the first change of the model.
         self._layout = Layout.from_targets(self._survey.table.targets)
         self.store = store or AdapterStore(self._layout, config, device, dtype)
+        self._tied = tied_groups(model)
         self._routing = Routing(self.store.arena.device)
-        self.calls = Calls(self.store, self._routing, self.ensure, self._check_layers, lambda: model.training)
+        self._wrapping = threading.Lock()
+        self.calls = Calls(
+            self.store,
+            self._routing,
+            self.ensure,
+            self._check_layers,
+            lambda: model.training,
+            bool(getattr(model.config, "is_encoder_decoder", False)),
+        )
+        if config.extra_vocab_size and hasattr(model, "final_logits_bias"):
+            raise ConfigError(
+                f"extra_vocab_size={config.extra_vocab_size}: {type(model).__name__} adds a bias as wide as the base "
+                "vocabulary to its logits, which leaves no room for tokens of adapters. Leave extra_vocab_size=0."
+            )
+        if config.extra_vocab_size:
+            self.calls.vocabulary = Vocabulary(self._base_vocabulary(), config.extra_vocab_size)
         model.__dict__.pop("_compiled_call", None)
         self._wrappers = swap_in(self._survey.found, self._routing)
         self._bind()
+        self._containers = containers(model, self._wrappers)
         self._guard = InstanceGuard(model)
+        swap_parts(model, self.calls)
         self._old_class = swap_class(model)
         model.__dict__["multilora"] = self
 
@@ -132,14 +167,32 @@ class MultiLora:
         arena, workspace = self.store.arena, Workspace()
         for path, wrapper in self._wrappers.items():
             target = self._survey.found[path].target
+            if target is None:
+                continue
             first = self._layout.site(path, 0).index
-            common = (arena.data, arena.meta, arena.slot_elems, arena.zero_off, first)
+            common = (arena.data, arena.meta, arena.floats, arena.slot_elems, arena.zero_off, first)
             op: LinearOp | EmbeddingOp
             if target.kind == "embedding":
                 op = EmbeddingOp(*common, target.out_features, self.config.max_lora_rank, workspace)
             else:
                 op = LinearOp(*common, target.in_features, target.widths, self.config.max_lora_rank, workspace)
             wrapper.bind(frozenset(range(first, first + len(target.widths))), op)
+        extra, tied = self.config.extra_vocab_size, self._tied_embeddings()
+        for path in tied if extra else ():
+            if isinstance(self._wrappers.get(path), (LoraEmbedding, LoraHead)):
+                self._wrappers[path].__dict__["extra"] = extra
+        tokens = self._model.get_input_embeddings()
+        for wrapper in self._wrappers.values():
+            if isinstance(wrapper, LoraEmbedding):
+                wrapper.positions = wrapper is not tokens and wrapper._path not in tied
+
+    def _tied_embeddings(self) -> set[str]:
+        """Paths of the input embedding, the head, and every module that shares a matrix with one of them."""
+        ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
+        paths = {path for path, module in self._model.named_modules() if any(module is end for end in ends)}
+        for path in list(paths):
+            paths |= {name.rpartition(".")[0] for name in self._tied.get(f"{path}.weight", ())}
+        return paths
 
     def load(
         self,
@@ -211,8 +264,17 @@ class MultiLora:
 
     def _read(self, source: Any, **options: Any) -> Loaded:
         with load_plan(source, self._survey.table, **options) as plan:
-            arena = self.store.arena
-            packed = pack(plan.factors, self._layout, arena.dtype, pin=arena.device.type == "cuda")
+            self._check_plan(plan)
+            saved = self._with_tied(plan)
+            packed = self.store.pack(
+                plan.factors,
+                saved=saved,
+                tokens=plan.tokens,
+                invocation=plan.invocation,
+                vocab_size=plan.vocab_size,
+                base_dtype=self._base_dtype,
+            )
+            self._wrap_saved(saved, plan.vocab_size)
             return Loaded(
                 packed,
                 source=plan.source,
@@ -221,7 +283,56 @@ class MultiLora:
                 ignored=plan.ignored,
                 left_out=plan.left_out,
                 warnings=plan.warnings,
+                facts=plan.facts(),
             )
+
+    def _check_plan(self, plan: AdapterPlan) -> None:
+        """Raises: UnsupportedAdapterError, ConfigError for what a checkpoint has and this model cannot serve."""
+        if plan.invocation and (plan.saved or plan.tokens):
+            raise UnsupportedAdapterError(
+                f"{plan.source}: an aLoRA that also saves whole modules or tokens is not served: these have no start."
+            )
+        size = self._base_vocabulary()
+        room = size + self.config.extra_vocab_size
+        if plan.vocab_size is not None and plan.vocab_size > room:
+            raise ConfigError(
+                f"{plan.source}: its vocabulary has {plan.vocab_size} tokens, the model serves {room}. Enable it with "
+                f"extra_vocab_size={plan.vocab_size - size}."
+            )
+
+    def _with_tied(self, plan: AdapterPlan) -> list[SavedParam]:
+        """A resized vocabulary was written into one matrix, and so into every module that shares it."""
+        saved = list(plan.saved)
+        known = {f"{item.path}.{item.name}" for item in saved}
+        for item in plan.saved if plan.vocab_size is not None else ():
+            for name in self._tied.get(f"{item.path}.{item.name}", ()):
+                if name not in known:
+                    path, _, attribute = name.rpartition(".")
+                    saved.append(SavedParam(path, attribute, item.ref))
+                    known.add(name)
+        return saved
+
+    def _wrap_saved(self, saved: Iterable[SavedParam], vocab_size: int | None) -> None:
+        """Put wrappers around modules that this is the first adapter to save."""
+        self._wrap_modules(f"{item.path}.{item.name}".rpartition(".")[0] for item in saved)
+        with self._wrapping:
+            if vocab_size is not None and self.calls.vocabulary is None:
+                self.calls.vocabulary = Vocabulary(self._base_vocabulary(), self.config.extra_vocab_size)
+
+    def _wrap_modules(self, paths: Iterable[str]) -> None:
+        with self._wrapping:
+            for path in set(paths) - set(self._wrappers):
+                self._survey.found[path] = item = saved_layer(self._model, path)
+                self._wrappers |= swap_in({path: item}, self._routing)
+
+    def _base_dtype(self, path: str, name: str) -> torch.dtype | None:
+        """dtype of a parameter of the base model; what adapters save of it is kept in the same."""
+        parameter = self._survey.table.read_base(f"{path}.{name}" if path else name)
+        return None if parameter is None else parameter.dtype
+
+    def _base_vocabulary(self) -> int:
+        embedding = self._model.get_input_embeddings()
+        return int(getattr(embedding, "num_embeddings", self._model.config.get_text_config().vocab_size))
 
     def reload(self, name: str, source: Any = None, **options: Any) -> LoadReport:
         """Read an adapter again, from `source` or from where it came; see `load`."""
@@ -245,6 +356,7 @@ class MultiLora:
             AdapterNotFoundError: not registered.
             SlotError: called from inside of a call that uses it, which would wait for itself.
         """
+        self._check_wait("unloaded")
         call = self.calls.current()
         if call is not None and call.lease is not None:
             busy = {n for key in call.lease.slots for n in names_of(key)}
@@ -261,7 +373,15 @@ class MultiLora:
             SlotError: every slot is pinned already.
         """
         self.ensure(name)
+        self._check_wait("pinned")
         self.store.pin(name)
+
+    def _check_wait(self, what: str) -> None:
+        if self.calls.holds_lock():
+            raise SlotError(
+                f"An adapter cannot be {what} from inside of a forward, or of a `use` block of a compiled model: "
+                "calls that would have to end first may be waiting for this one."
+            )
 
     def unpin(self, name: str) -> None:
         """Let an adapter be evicted again."""
@@ -318,16 +438,14 @@ class MultiLora:
     def _check_layers(self, sites: Collection[int]) -> None:
         paths = dict.fromkeys(self._layout.sites[site].path for site in sites)
         check_intact(paths, self._survey.found, self._wrappers)
+        check_containers(self._containers)
 
     def follow_model(self) -> None:
         """After model.to(), half() and the like: slots and adapters move along."""
         device, dtype = placement(self._survey.found, self.config)
-        arena = self.store.arena
-        if device == arena.device and dtype == arena.dtype:
-            return
-        self.store.retarget(device, dtype)
-        self._routing.to(self.store.arena.device)
-        self._bind()
+        if self.store.retarget(device, dtype, base_dtype=self._base_dtype):
+            self._routing.to(self.store.arena.device)
+            self._bind()
 
     def copy_model(self, memo: dict[int, Any]) -> Any:
         """A deep copy of the model, enabled, with slots of its own and the same adapters registered."""
@@ -340,6 +458,8 @@ class MultiLora:
                     twin.__dict__[key] = copy.deepcopy(hidden.get(key, value), memo)
             handle = MultiLora(twin, self.config, None, copy.deepcopy(self.store))
             handle.calls.default = self.calls.default
+            handle._wrap_modules(path for path, item in self._survey.found.items() if item.target is None)
+            handle.calls.vocabulary = self.calls.vocabulary
             return twin
 
     def detach(self) -> None:
@@ -350,6 +470,7 @@ class MultiLora:
         with self.calls.stopped("disabled"):
             swap_out(self._survey.found, self._wrappers)
             self._guard.undo()
+            restore_parts(self._model)
             self._model.__class__ = self._old_class
             del self._model.__dict__["multilora"]
             self._model.__dict__.pop("_compiled_call", None)
@@ -372,12 +493,12 @@ def _config(config: MultiLoraConfig | None, options: dict[str, Any]) -> MultiLor
         config = MultiLoraConfig(**options)
     elif options:
         raise ConfigError(f"Give config= or single options, not both (got config and {', '.join(options)}).")
-    if config.extra_vocab_size:
-        raise ConfigError("extra_vocab_size: adapters with tokens of their own are not served in this version.")
     return config
 
 
 def _check_model(model: Any) -> None:
+    if isinstance(model, PartMixin):
+        raise ModelError("This model is part of one that is enabled already, and is served with it.")
     if isinstance(model, MultiLoraMixin):
         raise ModelError("The model is enabled already. Call disable_multilora(model) first to choose other options.")
     if not isinstance(model, PreTrainedModel):
@@ -385,6 +506,8 @@ def _check_model(model: Any) -> None:
         if hasattr(model, "_orig_mod"):
             hint = " Enable the model first, then compile it: torch.compile(enable_multilora(model))."
         raise ModelError(f"Expected a transformers PreTrainedModel or a PeftModel, got {type(model).__name__}.{hint}")
+    if any(isinstance(module, LoraLayer) for module in model.modules()):
+        raise ModelError("A model inside of this one is enabled already. Call disable_multilora on that one first.")
     if model.training:
         raise ModelError("The model is in training mode; adapters are served for inference. Call model.eval() first.")
     if getattr(model, "_hf_peft_config_loaded", False):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,16 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from .adapters.checkpoint import Checkpoint, open_checkpoint
 from .adapters.config import AdapterSpec, parse_config, read_config
-from .adapters.keys import FACTORS, parse_keys
+from .adapters.keys import FACTORS, Key, parse_keys
 from .adapters.load import load_plan
+from .adapters.plan import AdapterPlan
+from .adapters.select import unmatched
 from .adapters.source import Request, resolve
 from .config import MultiLoraConfig
 from .errors import ModelError, UnsupportedAdapterError
 from .inject import survey
-from .memory.layout import Layout
-from .report import abridge, count, describe, megabytes, summarise_modules
+from .memory.layout import FACTOR_ALIGN, Layout, align
+from .report import abridge, content_rows, count, describe, megabytes, summarise_modules
 
 
 @dataclass
@@ -44,6 +46,9 @@ class Inspection:
     ignored: list[str]
     warnings: list[str]
     refused: str | None  # why no model would be given this adapter
+    features: list[str] = field(default_factory=list)  # what it has beside plain LoRA, in words
+    scalings: dict[str, float] = field(default_factory=dict)  # module path in the checkpoint -> by the config
+    unmatched: list[str] = field(default_factory=list)  # names and patterns of the config that mean no module of it
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,9 +59,11 @@ class Inspection:
         rows = [
             ("base", self.base_model or "not named"),
             ("modules", summarise_modules(self.modules)),
+            ("beside", "; ".join(self.features)),
             ("tensors", ", ".join(f"{n} {dtype}" for dtype, n in self.dtypes.items())),
             ("config", ", ".join(filter(None, [scaling, f"PEFT {self.peft_version or 'of an unknown version'}"]))),
             ("other", abridge(self.other_tensors)),
+            ("unmatched", abridge(self.unmatched)),
             ("ignored", abridge(self.ignored)),
             *(("warning", warning) for warning in self.warnings),
             ("refused", self.refused or ""),
@@ -79,15 +86,27 @@ class Check:
     dtype: str  # that the model's config names
     ignored: list[str]
     warnings: list[str]
+    nbytes: int = 0  # of the adapter in a slot
+    tensors: int = 0  # of the file that are used; the fields from here on are those of LoadReport
+    features: list[str] = field(default_factory=list)
+    scalings: dict[str, float] = field(default_factory=dict)
+    saved: dict[str, list[int]] = field(default_factory=dict)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    invocation: list[int] = field(default_factory=list)
+    vocab_size: int | None = None
+    converted: list[str] = field(default_factory=list)
+    unmatched: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
+        larger = f"; it needs slot_bytes={self.nbytes}" if self.nbytes > self.slot_bytes else ""
         rows = [
             ("adapter", f"rank {self.rank}, {self.sites} of {self.sites_of_model} places that can carry one"),
             ("modules", summarise_modules(self.modules)),
-            ("slot", f"{megabytes(self.slot_bytes)} at max_lora_rank={self.max_lora_rank}, {self.dtype}"),
+            *content_rows(self),
+            ("slot", f"{megabytes(self.slot_bytes)} at max_lora_rank={self.max_lora_rank}, {self.dtype}{larger}"),
             ("ignored", abridge(self.ignored)),
             *(("warning", warning) for warning in self.warnings),
         ]
@@ -115,7 +134,8 @@ def inspect_adapter(source: str, **where: Any) -> Inspection:
         refused = str(error)
     checkpoint = open_checkpoint(files.weights)
     try:
-        modules, other = _stored_modules(checkpoint)
+        keys = parse_keys(checkpoint.infos, checkpoint.where)
+        modules, other = _stored_modules(keys, checkpoint)
         infos = checkpoint.infos.values()
         return Inspection(
             source=files.label,
@@ -132,6 +152,9 @@ def inspect_adapter(source: str, **where: Any) -> Inspection:
             ignored=list(spec.ignored) if spec else [],
             warnings=[*files.warnings, *(spec.warnings if spec else ())],
             refused=refused,
+            features=_found_in(keys, spec),
+            scalings={path: spec.scaling(path, rank) for path, rank in modules.items() if rank} if spec else {},
+            unmatched=unmatched(spec, modules) if spec else [],
         )
     finally:
         checkpoint.close()
@@ -174,13 +197,53 @@ def check_adapter(
             dtype=str(dtype).removeprefix("torch."),
             ignored=list(plan.ignored),
             warnings=list(plan.warnings),
+            nbytes=_block_bytes(plan, layout, dtype),
+            **plan.facts(),
         )
 
 
-def _stored_modules(checkpoint: Checkpoint) -> tuple[dict[str, int], list[str]]:
+def _block_bytes(plan: AdapterPlan, layout: Layout, dtype: torch.dtype) -> int:
+    """Bytes of the block that the adapter would be packed into, from shapes alone."""
+    stored: dict[object, int] = {}
+    for factor in plan.factors:
+        if factor.a is not None and factor.b is not None:
+            stored[factor.a] = _numel(factor.a.shape) * dtype.itemsize
+            stored[factor.b, factor.gain] = _numel(factor.b.shape) * dtype.itemsize
+        stored.update({v: _numel(v.shape) * 4 for v in (factor.gain, factor.shift) if v is not None})
+    for item in plan.saved:
+        stored["saved", item.ref] = _numel(item.ref.shape) * dtype.itemsize
+    for rows in plan.tokens:
+        stored["ids", rows.ids] = len(rows.ids) * 8
+        stored["rows", rows.ref] = _numel(rows.ref.shape) * dtype.itemsize
+    return layout.header_bytes + sum(align(nbytes, FACTOR_ALIGN) for nbytes in stored.values())
+
+
+def _found_in(keys: list[Key], spec: AdapterSpec | None) -> list[str]:
+    """What the tensors, and the config where only it says so, have beside plain LoRA."""
+    n = Counter(key.role for key in keys)
+    saved = [key.path for key in keys if key.role in ("param", "base") and key.leaf != "bias"]
+    biases = sum(key.role in ("param", "base") and key.leaf == "bias" for key in keys)
+    words = [
+        (n["dora"], f"DoRA ({n['dora']})"),
+        (n["bias_B"], f"biases of B ({n['bias_B']})"),
+        (biases, f"biases ({biases})"),
+        (saved, f"whole modules ({', '.join(dict.fromkeys(saved))})"),
+        (n["tokens"], "token rows"),
+        (n["kasa"], "KaSA's base"),
+    ]
+    if spec is not None:
+        words += [
+            (spec.altered in ("pissa", "olora"), f"{spec.altered}: served from the clean base at twice the rank"),
+            (spec.invocation, f"aLoRA, invoked by {list(spec.invocation)}"),
+            (spec.blocks > 1, f"block-diagonal factors of {spec.blocks} blocks (BD-LoRA)"),
+        ]
+    return [text for there, text in words if there]
+
+
+def _stored_modules(keys: list[Key], checkpoint: Checkpoint) -> tuple[dict[str, int], list[str]]:
     modules: dict[str, int] = {}
     other = []
-    for key in parse_keys(checkpoint.infos, checkpoint.where):
+    for key in keys:
         if key.role in FACTORS:
             shape = checkpoint.infos[key.name].shape
             if key.role in ("A", "embedding_A") and shape:

@@ -79,8 +79,8 @@ def inspect(
 
 @app.command()
 def check(
-    adapter: Adapter,
     model: Annotated[str, typer.Argument(help="Folder or hub id of the base model; its config is enough.")],
+    adapters: Annotated[list[str], typer.Argument(help="Folders or hub ids of PEFT adapters.", show_default=False)],
     max_lora_rank: Annotated[int, typer.Option(min=1, help="As in enable_multilora.")] = 64,
     strict_base: Annotated[bool, typer.Option("--strict-base", help="Refuse an adapter of another base.")] = False,
     revision: Revision = None,
@@ -88,19 +88,33 @@ def check(
     offline: Offline = False,
     as_json: Json = False,
 ) -> None:
-    """Say whether a model would take an adapter, without loading the model. Exit code 1: it would not."""
+    """Say whether a model would take adapters, without loading the model. Exit code 1: one of them it would not."""
     from .checks import check_adapter
 
-    result = check_adapter(
-        adapter,
-        model,
-        max_lora_rank=max_lora_rank,
-        strict_base=strict_base,
-        revision=revision,
-        subfolder=subfolder,
-        local_files_only=offline,
-    )
-    _print({"fits": True, **result.to_dict()} if as_json else str(result))
+    results: list[dict[str, Any]] = []
+    for adapter in adapters:
+        try:
+            found = check_adapter(
+                adapter,
+                model,
+                max_lora_rank=max_lora_rank,
+                strict_base=strict_base,
+                revision=revision,
+                subfolder=subfolder,
+                local_files_only=offline,
+            )
+        except MultiLoraError as error:
+            results.append({"adapter": adapter, "fits": False, "error": type(error).__name__, "message": str(error)})
+            if not as_json:
+                _say(error)
+        else:
+            results.append({"fits": True, **found.to_dict()})
+            if not as_json:
+                _print(str(found))
+    if as_json:
+        _print({"fits": all(result["fits"] for result in results), "adapters": results})
+    if not all(result["fits"] for result in results):
+        raise typer.Exit(1)
 
 
 @app.callback(invoke_without_command=True)
@@ -119,8 +133,12 @@ def main(arguments: list[str] | None = None) -> None:
         if "--json" in given:
             _print({"error": type(error).__name__, "message": str(error)})
         else:
-            _notes.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
+            _say(error)
         sys.exit(1)
+
+
+def _say(error: MultiLoraError) -> None:
+    _notes.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
 
 
 def _print(result: Any) -> None:

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from .adapters.targets import Target, TargetTable
 from .config import MultiLoraConfig
 from .errors import ConfigError, ModelError, closest
 from .layers import LoraLayer, wrapper_for
+from .layers.linear import LoraHead, LoraLinear
+from .layers.saved import SavedLayer
 from .routing import Routing
 
 # Fused projections whose output rows are plain concatenations: name -> (names of the parts, pattern that the source of
@@ -31,12 +34,16 @@ _WEIGHT_USED = r"(?<!isinstance\()self\.{name}\.weight\b(?!\.(?:dtype|device|sha
 
 @dataclass
 class Found:
-    """One layer that can carry adapters: its wrapper class and every path it has in the model."""
+    """One layer that carries adapters: its wrapper class and every place it has in the model.
+
+    `target` is None for a module that adapters only save whole.
+    """
 
     module: nn.Module
     wrapper: type[LoraLayer]
-    target: Target
+    target: Target | None
     places: list[tuple[nn.Module, str]] = field(default_factory=list)  # (parent, attribute)
+    scattered: str = ""  # why its inputs do not begin with rows of the batch; empty where they do
 
 
 @dataclass
@@ -60,6 +67,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
     aliases: list[tuple[str, str]] = []
     modules = []
     outside = _outside_of_text(model)
+    head = model.get_output_embeddings()
     for path, parent, name, module in _walk(model):
         modules.append(path)
         wrapper = wrapper_for(type(module))
@@ -83,28 +91,54 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
         elif not selected(path, config.target_modules):
             untargeted.add(path)
         else:
+            if module is head and config.extra_vocab_size and issubclass(wrapper, LoraLinear):
+                wrapper = LoraHead
             target = Target(
-                path, wrapper.kind, inside, out, _slices(model, parent, name, out), wrapper.output_scale(module)
+                path,
+                wrapper.kind,
+                inside,
+                out,
+                _slices(model, parent, name, out),
+                wrapper.output_scale(module),
+                transposed=isinstance(module, Conv1D),
+                has_bias=wrapper.kind == "linear" and getattr(module, "bias", None) is not None,
             )
-            found[path] = Found(module, wrapper, target, [(parent, name)])
+            found[path] = Found(module, wrapper, target, [(parent, name)], _scattered(model, path))
     _check_selection(config, found, refused, modules)
     table = TargetTable(
-        targets={path: item.target for path, item in found.items()},
+        targets={path: item.target for path, item in found.items() if item.target is not None},
         refused=refused,
         untargeted=frozenset(untargeted),
         modules=tuple(modules),
         base_name=getattr(model.config, "_name_or_path", None) or None,
         read_base=functools.partial(_read_base, model),
         prefixes=(*aliases, *_renamed_keys(model)),
+        parameters={name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
+        tied=frozenset(tied_groups(model)),
     )
     return Survey(found, table)
+
+
+def saved_layer(model: nn.Module, path: str) -> Found:
+    """A module that an adapter saves whole, with every place it has."""
+    module = model.get_submodule(path)
+    places = [(parent, name) for _, parent, name, child in _walk(model) if child is module]
+    return Found(module, SavedLayer, None, places)
+
+
+def tied_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Name of each parameter that is tied -> the names of all that share it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
 
 
 def swap_in(found: dict[str, Found], routing: Routing) -> dict[str, LoraLayer]:
     """Put a wrapper in the place of every layer of `found`."""
     wrappers = {}
     for path, item in found.items():
-        wrappers[path] = wrapper = item.wrapper.wrap(item.module, path, routing)
+        wrappers[path] = wrapper = item.wrapper.wrap(item.module, path, routing, item.scattered)
         for parent, name in item.places:
             setattr(parent, name, wrapper)
     return wrappers
@@ -134,6 +168,29 @@ def check_intact(
                     "cannot reach it. Remove what was put there (PEFT layers, for example), or call "
                     "disable_multilora(model) before a change and enable_multilora(model) after it."
                 )
+
+
+def containers(model: nn.Module, paths: Iterable[str]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """(parent, attribute, child) of everything between the model and the layers of these paths."""
+    found: dict[tuple[int, str], tuple[nn.Module, str, nn.Module]] = {}
+    for path in paths:
+        parent = model
+        for name in path.split(".")[:-1]:
+            child = parent._modules[name]
+            assert child is not None
+            found[id(parent), name] = (parent, name, child)
+            parent = child
+    return list(found.values())
+
+
+def check_containers(chain: Iterable[tuple[nn.Module, str, nn.Module]]) -> None:
+    """Raises: ModelError where a block of layers was replaced, and its adapters with it."""
+    for parent, name, child in chain:
+        if parent._modules.get(name) is not child:
+            raise ModelError(
+                f"{name!r} of {type(parent).__name__} has been replaced since enable_multilora, so that adapters "
+                "cannot reach its layers. Call disable_multilora(model) before a change, and enable it again after."
+            )
 
 
 def _holds(module: Any, wrapper: LoraLayer) -> bool:
@@ -181,7 +238,8 @@ def placement(found: dict[str, Found], config: MultiLoraConfig) -> tuple[torch.d
     wanted = config.torch_dtype()
     if wanted is None:
         common = max(dtypes, key=lambda dtype: dtypes[dtype]) if dtypes else torch.float32
-        wanted = common if common in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
+        wanted = {torch.float64: torch.float32}.get(common, common)
+        wanted = wanted if wanted in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
     return next(iter(devices), torch.device("cpu")), wanted
 
 
@@ -320,6 +378,36 @@ def _odd_embedding(layer_type: type[Any]) -> bool:
     return len(required) != 1 or "input" not in required[0].name or "Position" in layer_type.__name__
 
 
+# Sequence-first models turn what they are given around; rows are the second dimension from there on.
+_TURNED = re.compile(
+    r"\b(?:input_ids|inputs_embeds|hidden_states?|embeds|embeddings|x)\.(?:transpose\(0, ?1\)|permute\(1, ?0)"
+)
+
+
+def _scattered(model: nn.Module, path: str) -> str:
+    names = path.split(".")
+    for depth in range(len(names)):
+        owner = type(model.get_submodule(".".join(names[:depth])))
+        if _turns_around(owner):  # type: ignore[arg-type]
+            return f"{owner.__name__} puts the sequence first"
+    return ""
+
+
+@functools.cache
+def _turns_around(owner: type[Any]) -> bool:
+    if owner.__module__.startswith("torch."):
+        return False
+    methods = (method for name, method in vars(owner).items() if inspect.isfunction(method) and "init" not in name)
+    for method in methods:
+        try:
+            source = inspect.getsource(inspect.unwrap(method))
+        except (OSError, TypeError):
+            continue
+        if _TURNED.search(source):
+            return True
+    return False
+
+
 def _slices(model: PreTrainedModel, parent: nn.Module, name: str, out: int) -> tuple[tuple[str, int], ...]:
     if name not in _FUSED:
         return ()
@@ -349,10 +437,10 @@ def _read_base(model: nn.Module, name: str) -> torch.Tensor | None:
         return None
     value = getattr(module, attribute, None)
     if isinstance(value, torch.Tensor) and value.device.type == "meta":
-        # accelerate keeps the weights of an offloaded layer with the hook on it.
-        layer = module.base_layer if isinstance(module, LoraLayer) else module
-        weights = getattr(getattr(layer, "_hf_hook", None), "weights_map", None)
-        value = weights[attribute] if weights is not None else value
+        # accelerate keeps the weights of an offloaded layer with the hook on it, or on what it wraps.
+        layers = [module, module.base_layer] if isinstance(module, LoraLayer) else [module]
+        maps = [getattr(layer.__dict__.get("_hf_hook"), "weights_map", None) for layer in layers]
+        value = next((weights[attribute] for weights in maps if weights is not None), value)
     return value if isinstance(value, torch.Tensor) else None
 
 

@@ -26,9 +26,12 @@ class Takeover:
     model: PreTrainedModel
     adapters: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
     layers: list[tuple[nn.Module, str, nn.Module]]  # (parent, attribute, PEFT's layer)
+    shell: Any  # the PeftModel, which would answer as the base without its layers
 
     def give_back(self) -> None:
         """Put PEFT's layers back where they were."""
+        for name in ("forward", "generate"):
+            self.shell.__dict__.pop(name, None)
         for parent, name, layer in self.layers:
             setattr(parent, name, layer)
 
@@ -84,7 +87,16 @@ def take_over(peft_model: Any) -> Takeover:
         adapters[name] = ({key: value.detach() for key, value in tensors.items()}, config.to_dict())
     for parent, attribute, layer in layers:
         setattr(parent, attribute, layer.get_base_layer())
-    return Takeover(inner, adapters, layers)
+    for word in ("forward", "generate"):
+        peft_model.__dict__[word] = _moved
+    return Takeover(inner, adapters, layers, peft_model)
+
+
+def _moved(*args: Any, **kwargs: Any) -> Any:
+    raise ModelError(
+        "This PeftModel's adapters have moved: enable_multilora returned the model that serves them. Use that one, or "
+        "disable_multilora(it) to have this one back."
+    )
 
 
 def _check_config(name: str, config: Any) -> None:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass
@@ -28,6 +28,15 @@ class LoadReport:
     ignored: list[str] = field(default_factory=list)  # config fields and tensors without effect on inference
     left_out: list[str] = field(default_factory=list)  # tensors left out because of ignore_untargeted=True
     warnings: list[str] = field(default_factory=list)
+    tensors: int = 0  # of the file that are used
+    features: list[str] = field(default_factory=list)  # what it has beside plain LoRA, in words
+    scalings: dict[str, float] = field(default_factory=dict)  # module path -> what its B A is multiplied by
+    saved: dict[str, list[int]] = field(default_factory=dict)  # parameter that replaces the base's -> its shape
+    tokens: dict[str, list[int]] = field(default_factory=dict)  # embedding or head -> tokens whose rows it replaces
+    invocation: list[int] = field(default_factory=list)  # aLoRA's tokens
+    vocab_size: int | None = None  # of its own vocabulary, None: the base's
+    converted: list[str] = field(default_factory=list)  # tensors not taken as stored, and what became of them
+    unmatched: list[str] = field(default_factory=list)  # names and patterns of its config that mean no trained module
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -51,6 +60,7 @@ class LoadReport:
             ("source", self.source),
             ("base", self.base_model or "not named"),
             ("modules", summarise_modules(self.modules)),
+            *content_rows(self),
             (
                 "version",
                 ", fingerprint ".join([f"generation {self.generation}", *filter(None, [self.fingerprint[:12]])]),
@@ -184,7 +194,36 @@ def summarise_modules(modules: dict[str, int]) -> str:
     'q_proj 2 x r8, v_proj 1 x r4, lm_head 1 x r8'
     """
     kinds = Counter((path.rpartition(".")[2], rank) for path, rank in modules.items())
-    return ", ".join(f"{kind} {n} x r{rank}" for (kind, rank), n in kinds.items())
+    return ", ".join(f"{kind} {n} x {f'r{rank}' if rank else 'bias'}" for (kind, rank), n in kinds.items())
+
+
+class Contents(Protocol):
+    """What `content_rows` reads: a LoadReport, or another report with these fields."""
+
+    tensors: int
+    features: list[str]
+    scalings: dict[str, float]
+    saved: dict[str, list[int]]
+    converted: list[str]
+    unmatched: list[str]
+
+
+def content_rows(report: Contents) -> list[tuple[str, str]]:
+    """Lines for what an adapter holds beside modules and ranks; those that have something to say."""
+    scalings = Counter(f"{scaling:.4g}" for scaling in report.scalings.values())
+    saved = [f"{name} {'x'.join(map(str, shape))}" for name, shape in report.saved.items()]
+    rows = [
+        (
+            "scaling",
+            ", ".join(f"{scaling} ({n})" if len(scalings) > 1 else scaling for scaling, n in scalings.items()),
+        ),
+        ("beside", "; ".join(report.features)),
+        ("saved", abridge(saved)),
+        ("tensors", f"{report.tensors} used" if report.tensors else ""),
+        ("converted", abridge(report.converted)),
+        ("unmatched", abridge(report.unmatched)),
+    ]
+    return [row for row in rows if row[1]]
 
 
 def describe(title: str, rows: Iterable[tuple[str, str]]) -> str:

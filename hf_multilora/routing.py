@@ -3,17 +3,34 @@
 A `RowState` is immutable: the slots of the rows of one batch, on the host and on the device. `Routing` belongs to one
 model and holds the state that is in force; the model's lock spans each forward, so that wrappers read it without a
 lock of their own. Compiled forwards cannot take a new tensor at each call: they read `Routing.static`, one buffer with
-a fixed address that `publish` fills outside the graph.
+a fixed address that `trace` fills outside the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .errors import RoutingError
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one resident adapter replaces of one module.
+
+    Attributes:
+        slot: the adapter's slot.
+        parameters: name in the module -> the adapter's own tensor (a view of the arena).
+        tokens: of an embedding or a head, ids `[n]` whose rows are replaced and those rows `[n, width]`.
+    """
+
+    slot: int
+    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tokens: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class RowState:
@@ -25,90 +42,160 @@ class RowState:
         touched: sites that any adapter of these rows trained; all other wrappers skip their delta.
         uniform: every row names the same adapter, so that a batch of any size is served (what `set_adapter` or one id
             for all rows asks for).
+        saved: module path -> what the adapters of these rows replace there.
+
+    Attributes:
+        plain: deltas are all there is: nothing is saved, and no row begins late.
+        same: all rows have one slot, whether by one id or by a list of equal ones.
+        starts: int32 `[rows]`, the token of this forward from which each row's adapter is active; None: the first.
     """
 
-    __slots__ = ("_filled", "memo", "rows", "slots", "tensor", "touched", "uniform")
+    __slots__ = (
+        "_filled", "memo", "plain", "rows", "same", "saved",
+        "slots", "starts", "tensor", "tokens", "touched", "uniform",
+    )  # fmt: skip
 
     def __init__(
-        self, slots: tuple[int, ...], device: torch.device, touched: Collection[int], uniform: bool = False
+        self,
+        slots: tuple[int, ...],
+        device: torch.device,
+        touched: Collection[int],
+        uniform: bool = False,
+        saved: Mapping[str, Sequence[Saved]] | None = None,
     ) -> None:
         self.slots = slots
         self.rows = len(slots)
         self.touched = touched
         self.uniform = uniform
+        self.same = len(set(slots)) <= 1
+        self.saved = saved or {}
+        self.plain = not self.saved
+        self.starts: torch.Tensor | None = None
+        self.tokens = 0
         self.tensor = torch.tensor(slots, dtype=torch.int32).to(device, non_blocking=True)
         self.memo: dict[Any, Any] = {}  # kernels keep here what follows from slots alone (the CPU path's indices)
         self._filled: dict[int, RowState] = {}
 
     def repeated(self, times: int) -> RowState:
         """Each row `times` times in a row, as `repeat_interleave` does for beams and return sequences."""
-        slots = tuple(slot for slot in self.slots for _ in range(times))
-        return RowState(slots, self.tensor.device, self.touched, self.uniform)
+        return self.with_slots(tuple(slot for slot in self.slots for _ in range(times)))
 
-    def for_shape(self, shape: torch.Size, flat: bool, where: str) -> RowState:
+    def with_slots(self, slots: tuple[int, ...]) -> RowState:
+        """The same adapters over other rows."""
+        return RowState(slots, self.tensor.device, self.touched, self.uniform, self.saved)
+
+    def starting(self, starts: Sequence[int], tokens: int) -> RowState:
+        """The same rows, each active from its own one of the next forward's `tokens` tokens on."""
+        state = copy.copy(self)
+        state._filled = {}
+        state.plain = False
+        state.tokens = tokens
+        state.starts = torch.tensor(starts, dtype=torch.int32).to(self.tensor.device, non_blocking=True)
+        return state
+
+    def starts_for(self, tokens: int) -> torch.Tensor:
+        """`starts` as a layer sees them that gets only the last `tokens` tokens of each row (a head often does)."""
+        assert self.starts is not None
+        return self.starts if tokens == self.tokens else (self.starts - (self.tokens - tokens)).clamp(min=0)
+
+    def for_shape(self, shape: torch.Size, flat: bool, tokens: int, where: str) -> RowState:
         """The state whose rows fit an input of this shape.
 
-        An input `[rows, ...]` is this state's, and so is `[rows * k, H]` where `flat` says that the layer may see a
-        batch flattened row by row; a uniform state also serves any other leading size.
+        An input `[rows, ...]` is this state's, and so is `[rows * tokens, H]` where `flat` says that the layer may see
+        a batch flattened row by row; where all rows name one adapter, any other leading size is served as well.
+
+        Args:
+            tokens: tokens of each row in this forward, 0 where they are not known.
 
         Raises:
             RoutingError: the shape cannot be mapped to the rows of the batch.
         """
         first = shape[0]
-        if first == self.rows or (flat and first % self.rows == 0):
+        if first == self.rows or (flat and (first == self.rows * tokens if tokens else first % self.rows == 0)):
             return self
-        if self.uniform:
+        if self.same:
             state = self._filled.get(first)
             if state is None:
-                state = RowState((self.slots[0],) * first, self.tensor.device, self.touched, True)
+                state = self.with_slots((self.slots[0],) * first)
+                if self.starts is not None:
+                    state.starts, state.tokens = self.starts[:1].expand(first).contiguous(), self.tokens
                 self._filled[first] = state
             return state
         raise RoutingError(
-            f"{where}: an input of shape {tuple(shape)} cannot be mapped to the {self.rows} rows that adapter_ids "
-            "names. Pass one id per row of the batch, or one id (a string) for all rows."
+            f"{where}: an input of shape {tuple(shape)} does not show which of the {self.rows} rows it belongs to. "
+            "This layer can serve one adapter at a time: pass one id (a string) for all rows."
         )
 
 
-class Unrouted:
-    """Stands where a default adapter is set but no call is running: whoever reads it is told what to do."""
+class Idle:
+    """Stands where no forward is running. A layer that is called all the same asks for the rows of its caller.
 
-    def __init__(self, default: Any) -> None:
-        self._default = default
+    Args:
+        serve: called with a function and the base's output; runs the function under the rows of the caller's call, or
+            returns the base's output where the caller has none.
+    """
 
-    def error(self, where: str) -> RoutingError:
-        return RoutingError(
-            f"{where} was called outside of the model's own forward while the default adapter is {self._default!r}: "
-            "its rows are unknown. Call the whole model, or wrap the call in `with model.multilora.use(ids):`."
-        )
+    def __init__(self, serve: Callable[[Callable[[], torch.Tensor], torch.Tensor, str], torch.Tensor]) -> None:
+        self.serve = serve
 
 
 class Routing:
-    """The state in force for one model; `state` is None where every row is the base model."""
+    """What the wrappers of one model read.
+
+    Attributes:
+        state: the rows of the forward that is running, None where they are all the base; an `Idle` between forwards.
+        tokens: tokens of each row in that forward, 0 where they are not known.
+        traced: whether compiled forwards add deltas at present, for the slots in `static`.
+        refused: whether they meet an adapter that they cannot serve.
+    """
 
     def __init__(self, device: torch.device, capacity: int = 1024) -> None:
-        self.state: RowState | Unrouted | None = None
+        self.state: RowState | Idle | None = None
+        self.tokens = 0
+        self.traced = False
+        self.refused = False
         self.rows = 1
         self.uniform = False
         self.seen = 0  # rows of the last compiled forward
         self._allocate(device, capacity)
 
     def _allocate(self, device: torch.device, capacity: int) -> None:
-        self.static = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+        # Under inference_mode it would become an inference tensor, which nobody may fill outside of it.
+        with torch.inference_mode(False):
+            self.static = torch.full((capacity,), -1, dtype=torch.int32, device=device)
         torch._dynamo.mark_static_address(self.static)
         self._in_static: RowState | None = None
 
     def to(self, device: torch.device) -> None:
         self._allocate(device, self.static.numel())
 
-    def publish(self, state: RowState | Unrouted | None) -> RowState | Unrouted | None:
-        """Put a state in force and return the one it replaces, which the caller puts back afterwards."""
-        previous = self.state
+    def publish(self, state: RowState | Idle | None, tokens: int = 0) -> None:
+        """Put a state in force."""
         self.state = state
-        if isinstance(state, RowState):
-            self.uniform = state.uniform
-            if not state.uniform:  # one id serves any batch; `rows` stays, for graphs that depend on it
-                self.rows = state.rows
-        return previous
+        self.tokens = tokens
+
+    def trace(self, state: RowState | None, refused: bool = False) -> None:
+        """Let compiled forwards run under a state; to be called outside of the graph.
+
+        Args:
+            refused: the state cannot be served there, whatever it says itself (an aLoRA whose prompt nobody has seen).
+        """
+        self.traced = state is not None
+        if state is None:
+            return
+        self.refused = refused or bool(state.saved) or state.starts is not None
+        self.uniform = state.uniform
+        if not state.uniform:  # one id serves any batch; `rows` stays, for graphs that depend on it
+            self.rows = state.rows
+        if state is self._in_static:
+            return
+        if state.rows > self.static.numel():
+            self._allocate(self.static.device, 2 * state.rows)
+        if state.uniform:
+            self.static.copy_(state.tensor[:1].expand_as(self.static))
+        else:
+            self.static[: state.rows].copy_(state.tensor)
+        self._in_static = state
 
     def compiled_rows(self, shape: torch.Size, flat: bool, where: str) -> int:
         """Rows that an input of this shape holds, for a compiled forward; their slots are the first ones of `static`.
@@ -121,7 +208,7 @@ class Routing:
         """
         first = shape[0]
         if not flat:
-            self.seen = first
+            self.seen = first  # written and never read in a graph: reading would make one graph for each value
             if first <= self.static.numel():
                 return first
         elif first % self.rows == 0:
@@ -129,16 +216,3 @@ class Routing:
         elif self.uniform:
             return 1
         raise RoutingError(f"{where}: an input of shape {tuple(shape)} cannot be mapped to the rows of adapter_ids.")
-
-    def fill_static(self) -> None:
-        """Bring the buffer that compiled forwards read up to date; to be called outside of the graph."""
-        state = self.state
-        if not isinstance(state, RowState) or state is self._in_static:
-            return
-        if state.rows > self.static.numel():
-            self._allocate(self.static.device, 2 * state.rows)
-        if state.uniform:
-            self.static.copy_(state.tensor[:1].expand_as(self.static))
-        else:
-            self.static[: state.rows].copy_(state.tensor)
-        self._in_static = state

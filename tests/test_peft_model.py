@@ -143,7 +143,6 @@ def test_training_is_refused() -> None:
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"modules_to_save": ["embed_tokens"]}, "modules_to_save"),
-        ({"use_dora": True}, "dora"),
         ({"trainable_token_indices": [1, 2]}, "trainable"),
     ],
     ids=str,

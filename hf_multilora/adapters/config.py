@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import AdapterFormatError, UnsupportedAdapterError, closest
+from . import values
 from .damage import text_damage
 from .fields import (
     DEFAULTS,
@@ -22,6 +22,7 @@ from .fields import (
     METADATA,
     NO_EFFECT,
     PLAIN_INITS,
+    RECOMPUTED_INITS,
     REFUSED,
     REWRITING_INITS,
     foreign_config,
@@ -36,6 +37,12 @@ class AdapterSpec:
     Args:
         r, alpha: defaults for modules without a pattern of their own.
         use_rslora: alpha / sqrt(r) instead of alpha / r.
+        use_dora, lora_bias: whether modules have a magnitude, or a bias of B; the tensors decide.
+        altered: "pissa", "olora" or "kasa": the base that it was trained on had lost a part; "": the base itself.
+        blocks: blocks of block-diagonal factors (BD-LoRA); group: inputs that QALoRA pools; 1: neither.
+        bias: "none", "lora_only" or "all": whose biases were trained; the tensors decide.
+        invocation: aLoRA's token sequence.
+        token_indices: layer name -> tokens whose rows were trained; under "" those of the input embedding.
         rank_pattern, alpha_pattern: per-module exceptions.
         target_modules, exclude_modules, layers_to_transform, layers_pattern: which modules PEFT wrapped in training.
         modules_to_save: modules that the adapter claims to replace as a whole.
@@ -47,6 +54,14 @@ class AdapterSpec:
     r: int = 8
     alpha: float = 8
     use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    altered: str = ""
+    blocks: int = 1
+    group: int = 1
+    bias: str = "none"
+    invocation: tuple[int, ...] = ()
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     rank_pattern: PatternTable = field(default_factory=lambda: PatternTable({}))
     alpha_pattern: PatternTable = field(default_factory=lambda: PatternTable({}))
     target_modules: str | tuple[str, ...] | None = None
@@ -118,27 +133,37 @@ def parse_config(config: Mapping[str, Any], where: str) -> AdapterSpec:
             "init_lora_weights='lora_ga': trained against a base that LoRA-GA had changed, unless it was converted "
             "when saved. PEFT loads such adapters onto the plain base, and so does this."
         )
-    rank = _number(config, "r", 8, where)
+    rank = values.number(config, "r", 8, where)
     if rank != int(rank) or rank < 1:
         raise AdapterFormatError(f"{where}: r={config['r']!r}: expected a whole number of at least 1.")
-    ranks = _patterns(config, "rank_pattern", where)
+    ranks = values.patterns(config, "rank_pattern", where)
     for key, value in ranks.items():
         if value != int(value) or value < 1:
             raise AdapterFormatError(f"{where}: rank_pattern[{key!r}]={value!r}: expected a whole number, at least 1.")
     return AdapterSpec(
         r=int(rank),
-        alpha=_number(config, "lora_alpha", 8, where),
-        use_rslora=_flag(config, "use_rslora", where),
+        alpha=values.number(config, "lora_alpha", 8, where),
+        use_rslora=values.flag(config, "use_rslora", where),
+        use_dora=values.flag(config, "use_dora", where),
+        lora_bias=values.flag(config, "lora_bias", where),
+        altered=_altered(config, where),
+        blocks=_blocks(config, where),
+        group=int(values.number(config, "qalora_group_size", 16, where))
+        if values.flag(config, "use_qalora", where)
+        else 1,
+        bias=values.bias(config, where),
+        invocation=values.tokens(config.get("alora_invocation_tokens") or (), "alora_invocation_tokens", where),
+        token_indices=values.token_indices(config, where),
         rank_pattern=PatternTable(ranks, f"{where}: rank_pattern"),
-        alpha_pattern=PatternTable(_patterns(config, "alpha_pattern", where), f"{where}: alpha_pattern"),
-        target_modules=_selector(config, "target_modules", where),
-        exclude_modules=_selector(config, "exclude_modules", where),
-        layers_to_transform=_layers(config, where),
-        layers_pattern=_names(config, "layers_pattern", where),
-        modules_to_save=_names(config, "modules_to_save", where),
-        base_model=_text(config, "base_model_name_or_path"),
-        task_type=_text(config, "task_type"),
-        peft_version=_text(config, "peft_version"),
+        alpha_pattern=PatternTable(values.patterns(config, "alpha_pattern", where), f"{where}: alpha_pattern"),
+        target_modules=values.selector(config, "target_modules", where),
+        exclude_modules=values.selector(config, "exclude_modules", where),
+        layers_to_transform=values.layers(config, where),
+        layers_pattern=values.expressions(config, "layers_pattern", where),
+        modules_to_save=values.expressions(config, "modules_to_save", where),
+        base_model=values.text(config, "base_model_name_or_path"),
+        task_type=values.text(config, "task_type"),
+        peft_version=values.text(config, "peft_version"),
         ignored=tuple(ignored),
         warnings=tuple(warnings),
     )
@@ -168,16 +193,16 @@ def _check_fields(config: Mapping[str, Any], where: str) -> list[str]:
     for name, value in config.items():
         if _unset(name, value):
             if name in LEGACY or name not in known:
-                ignored.append(f"{name}={_short(value)}: {LEGACY.get(name, 'unknown, and not set')}")
+                ignored.append(f"{name}={values.short(value)}: {LEGACY.get(name, 'unknown, and not set')}")
         elif name in REFUSED:
-            raise UnsupportedAdapterError(f"{where}: {name}={_short(value)}: {REFUSED[name]}")
+            raise UnsupportedAdapterError(f"{where}: {name}={values.short(value)}: {REFUSED[name]}")
         elif name in NO_EFFECT:
-            ignored.append(f"{name}={_short(value)}: {NO_EFFECT[name]}")
+            ignored.append(f"{name}={values.short(value)}: {NO_EFFECT[name]}")
         elif name == "init_lora_weights":
             _check_init(value, where)
         elif name not in known:
             raise UnsupportedAdapterError(
-                f"{where}: unknown field {name}={_short(value)}, which may change what the adapter computes."
+                f"{where}: unknown field {name}={values.short(value)}, which may change what the adapter computes."
                 f"{closest(name, known)} If it does not matter at inference, set it to null."
             )
     return ignored
@@ -192,78 +217,37 @@ def _check_init(value: Any, where: str) -> None:
     if value is True:
         return
     name = str(value).lower()
+    if name in RECOMPUTED_INITS:
+        return
     for word, why in REWRITING_INITS.items():
         if name.startswith(word):
-            raise UnsupportedAdapterError(
-                f"{where}: init_lora_weights={value!r}: {why}, so its factors mean nothing on the plain base. Save it "
-                "with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...), which converts it."
-            )
+            raise UnsupportedAdapterError(f"{where}: init_lora_weights={value!r}: {why}")
     if name not in PLAIN_INITS:
         raise UnsupportedAdapterError(
             f"{where}: init_lora_weights={value!r}: unknown, and some initialisations change the base."
-            f"{closest(name, [*PLAIN_INITS, *REWRITING_INITS])}"
+            f"{closest(name, [*PLAIN_INITS, *RECOMPUTED_INITS, *REWRITING_INITS])}"
         )
 
 
-def _short(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _altered(config: Mapping[str, Any], where: str) -> str:
+    init = str(config.get("init_lora_weights")).lower()
+    found = [init] if init in RECOMPUTED_INITS else []
+    found += ["kasa"] if config.get("kasa_config") else []
+    if len(found) > 1:
+        raise UnsupportedAdapterError(
+            f"{where}: init_lora_weights={init!r} and kasa_config: each alters the base, and PEFT does not say in "
+            "which order."
+        )
+    return "".join(found)
 
 
-def _text(config: Mapping[str, Any], name: str) -> str | None:
-    value = config.get(name)
-    return str(value) if value else None
-
-
-def _number(config: Mapping[str, Any], name: str, default: float, where: str) -> float:
-    value = config.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise AdapterFormatError(f"{where}: {name}={value!r}: expected a number.")
-    return value
-
-
-def _flag(config: Mapping[str, Any], name: str, where: str) -> bool:
-    value = config.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise AdapterFormatError(f"{where}: {name}={value!r}: expected true, false or null.")
-    return bool(value)
-
-
-def _patterns(config: Mapping[str, Any], name: str, where: str) -> dict[str, float]:
-    value = config.get(name) or {}
-    if not isinstance(value, Mapping):
-        raise AdapterFormatError(f"{where}: {name}={_short(value)}: expected an object of patterns and numbers.")
-    return {key: _number(value, key, math.nan, f"{where}: {name}") for key in value}
-
-
-def _names(config: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:
-    value = config.get(name) or ()
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise AdapterFormatError(f"{where}: {name}={_short(value)}: expected a list of names.")
-    return tuple(value)
-
-
-def _selector(config: Mapping[str, Any], name: str, where: str) -> str | tuple[str, ...] | None:
-    """A list of names, or one regex."""
-    value = config.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, str):
-        return _names(config, name, where)
-    try:
-        re.compile(value)
-    except re.error as error:
-        raise AdapterFormatError(f"{where}: {name}={_short(value)}: not a valid regex ({error}).") from error
-    return value
-
-
-def _layers(config: Mapping[str, Any], where: str) -> tuple[int, ...] | None:
-    value = config.get("layers_to_transform")
-    items = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    if not all(isinstance(item, int) and not isinstance(item, bool) for item in items):
-        raise AdapterFormatError(f"{where}: layers_to_transform={_short(value)}: expected layer numbers.")
-    return tuple(items) or None
+def _blocks(config: Mapping[str, Any], where: str) -> int:
+    value = config.get("use_bdlora")
+    if not value:
+        return 1
+    n = value.get("nblocks", 1) if isinstance(value, Mapping) else getattr(value, "nblocks", None)
+    if type(n) is not int or n < 1:
+        raise AdapterFormatError(f"{where}: use_bdlora={values.short(value)}: expected a number of blocks, nblocks.")
+    if config.get("use_qalora"):
+        raise UnsupportedAdapterError(f"{where}: use_bdlora and use_qalora: PEFT does not combine them.")
+    return n

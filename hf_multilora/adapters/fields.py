@@ -8,7 +8,9 @@ from typing import Any
 # Decide the mathematics, or which modules were trained; AdapterSpec carries them.
 HONOURED = (
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
-    "layers_to_transform", "layers_pattern", "modules_to_save", "bias", "init_lora_weights",
+    "layers_to_transform", "layers_pattern", "modules_to_save", "bias", "init_lora_weights", "use_dora", "lora_bias",
+    "alora_invocation_tokens", "trainable_token_indices", "use_bdlora", "use_qalora", "qalora_group_size",
+    "kasa_config",
 )  # fmt: skip
 
 # Say where an adapter comes from.
@@ -27,7 +29,6 @@ NO_EFFECT = {
     "eva_config": "initialisation only",
     "corda_config": "counts only with init_lora_weights='corda'",
     "lora_ga_config": "initialisation only",
-    "qalora_group_size": "counts only with use_qalora",
     "velora_config": "changes the backward pass only",
     "monteclora_config": "training noise only",
     "ensure_weight_tying": "tied factors are saved for both layers",
@@ -41,18 +42,9 @@ _MEANWHILE = "Load it with PEFT meanwhile."
 
 # Change the mathematics and are not served: name -> what it is, and the next step.
 REFUSED = {
-    "use_dora": f"DoRA (weight-decomposed LoRA) is not served yet. {_MEANWHILE}",
-    "bias": "the adapter replaces biases of the base, which is not served yet; train with bias='none'.",
-    "lora_bias": "B carries a bias, which is not served yet; train with lora_bias=false.",
-    "alora_invocation_tokens": "activated LoRA (aLoRA), active only after a token sequence, is not served yet. "
-    + _MEANWHILE,
     "target_parameters": f"LoRA on parameters (the stacked weights of MoE experts) is not served yet. {_MEANWHILE}",
-    "trainable_token_indices": f"the adapter replaces rows of the embedding, which is not served yet. {_MEANWHILE}",
     "layer_replication": "the adapter repeats layers of the base; a base that all rows share cannot grow for one "
     "of them. Load it with PEFT, alone.",
-    "use_qalora": f"QALoRA pools the input by groups before A, which is not served. {_MEANWHILE}",
-    "use_bdlora": f"block-diagonal LoRA (BD-LoRA) is not served. {_MEANWHILE}",
-    "kasa_config": "KaSA removes components of the base weight, which all other rows share. Load it with PEFT, alone.",
     "arrow_config": f"Arrow routes tokens over other loaded adapters, which is not served. {_MEANWHILE}",
     "enable_lora": "MergedLinear of PEFT 0.2 (a grouped convolution over parts of a fused layer) is not served; load "
     "it with PEFT 0.2 and merge it, or train again.",
@@ -76,12 +68,21 @@ DEFAULTS: dict[str, Any] = {
 # Initialisations after which the base is what it was.
 PLAIN_INITS = ("true", "gaussian", "eva", "orthogonal", "mica", "lora_ga")
 
-# Initialisations that rewrite the base before training: prefix -> what became of the base.
+# Initialisations that take a part out of the base, which can be computed again from the base alone.
+RECOMPUTED_INITS = ("pissa", "olora")
+
+_CONVERT = (
+    "Its factors mean nothing on the plain base. PEFT converts it: save the untrained adapter as INIT, and the "
+    "trained one with model.save_pretrained(PATH, path_initial_model_for_weight_conversion=INIT)."
+)
+
+# Initialisations that change the base by what cannot be computed again: prefix -> what became of it, and what to do.
 REWRITING_INITS = {
-    "pissa": "PiSSA moved the main components of the base into the adapter before training",
-    "olora": "OLoRA subtracted its first factors from the base before training",
-    "corda": "CorDA moved components of the base into the adapter before training",
-    "loftq": "LoftQ quantised the base and corrected it by the adapter",
+    "pissa": f"PiSSA took components out of the base by a randomised SVD, which is not repeatable. {_CONVERT}",
+    "corda": f"CorDA took components out of the base that depend on its calibration data. {_CONVERT}",
+    "loftq": "LoftQ quantised the base and corrected it by the adapter, so its factors mean nothing on the plain "
+    "base. Load it with PEFT on the base that LoftQ made, and merge it: "
+    "model.merge_and_unload().save_pretrained(PATH).",
 }
 
 

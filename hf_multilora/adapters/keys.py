@@ -28,10 +28,10 @@ ROLES = {
     "lora_E": "adalora",
     "lora_velora_embed": "training",
     "lora_monteclora_sampler": "training",
-    "token_adapter": "tokens",
     "trainable_tokens_delta": "tokens",
+    "trainable_tokens_original": "training",
     "modules_to_save": "param",
-    "original_module": "base",
+    "original_module": "original",
 }
 FACTORS = frozenset({"A", "B", "embedding_A", "embedding_B"})
 
@@ -57,8 +57,9 @@ class Key:
         name: as in the file.
         path: module path, without wrappers and without PEFT's own prefix.
         role: "A", "B", "embedding_A", "embedding_B"; "bias_B"; "dora", "kasa", "adalora", "tokens", "training" (no
-            effect at inference); "base" (a weight of the base that was saved along); "param" (any other tensor).
-        leaf: for "base" and "param" the parameter's own name, such as "weight".
+            effect at inference); "base" (a weight of the base that was saved along); "original" (one that a saved
+            module replaces); "param" (any other tensor).
+        leaf: for "base", "original" and "param" the parameter's own name, such as "weight".
         adapter: the adapter's name where it was left in the key.
     """
 
@@ -71,7 +72,7 @@ class Key:
 
 def parse_key(name: str) -> Key:
     """Split a tensor name into module path and role. Every name has a parse; the last resort is "param"."""
-    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    parts = [part for part in name.split(".") if part not in WRAPPERS and part != "token_adapter"]
     for i, part in enumerate(parts):
         role = ROLES.get(part)
         if role is not None:
@@ -99,7 +100,7 @@ def _parse_role(name: str, path: str, role: str, rest: list[str]) -> Key:
         if len(named) > 1 or (leaf == "bias" and role != "B"):
             return Key(name, name.rpartition(".")[0], "param", name.rpartition(".")[2])
         return Key(name, path, "bias_B" if leaf == "bias" else role, leaf, named[0] if named else None)
-    if role in ("param", "base"):
+    if role in ("param", "original"):
         # a raw state_dict: X.modules_to_save.<adapter>.weight and X.original_module.weight
         adapter = rest[0] if role == "param" and len(rest) > 1 else None
         return Key(name, path, role, ".".join(rest[1:] if adapter else rest), adapter)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
 from ..errors import (
     AdapterFormatError,
     AdapterMatchError,
@@ -10,24 +14,26 @@ from ..errors import (
     UnsupportedAdapterError,
     closest,
 )
+from .altered import TITLES, unused_layouts
+from .base import Base
 from .checkpoint import Checkpoint, TensorRef
+from .complete import check_biases, check_whole
 from .config import AdapterSpec
-from .convert import Pair, to_factors
+from .convert import Pair, bias_factors, check_rows, merged, to_factors, with_update
+from .group import group, some
 from .keys import FACTORS, Key, Renaming, find_renaming, foreign_format, parse_keys
-from .plan import AdapterPlan, Factor
-from .select import incomplete
-from .shipped import check_copies, check_saved_modules
+from .plan import AdapterPlan, Factor, Readable
+from .saved import move_biases, sort_others
+from .select import incomplete, unmatched
 from .targets import TargetTable
+from .tokens import token_rows
+from .vocabulary import Vocabulary
 
 __all__ = ["AdapterPlan", "Factor", "TensorRef", "match"]
 
 # Roles that are understood and not served: role -> what they are.
 _REFUSED = {
-    "bias_B": "a bias of B (lora_bias)",
-    "dora": "the magnitude of DoRA",
-    "kasa": "the singular values of KaSA",
     "adalora": "the singular values of AdaLoRA",
-    "tokens": "rows of the embedding (trainable_token_indices)",
 }
 
 
@@ -56,80 +62,102 @@ def match(
     """
     where = checkpoint.where
     keys = parse_keys(checkpoint.infos, where)
-    _check_roles(keys, where)
-    modules = _group(keys, where)
-    others = [key for key in keys if key.role in ("base", "param")]
-    renaming = find_renaming(modules, (key.path for key in others), table, where)
+    _check_roles(keys, spec, where)
+    modules, disagreements = group(keys, spec, where)
+    if any("kasa" in roles for roles in modules.values()):
+        spec = replace(spec, altered="kasa")
+    rest = [key for key in keys if key.role in ("base", "param", "original")]
+    rows = [key for key in keys if key.role == "tokens"]
+    renaming = find_renaming(modules, (key.path for key in (*rest, *rows)), table, where)
     placed, outside = _place(modules, renaming, table, where)
     if outside and not ignore_untargeted:
         raise AdapterMatchError(
             f"{where}: {len(outside)} of {len(modules)} trained modules were left out by target_modules when the "
-            f"model was enabled: {_some(outside)}. Enable it with them, or pass ignore_untargeted=True to do without."
+            f"model was enabled: {some(outside)}. Enable it with them, or pass ignore_untargeted=True to do without."
         )
-    if not placed:
-        raise AdapterMatchError(f"{where}: every trained module was left out by target_modules: {_some(outside)}.")
+    if outside and not placed:
+        raise AdapterMatchError(f"{where}: every trained module was left out by target_modules: {some(outside)}.")
 
-    factors = [
-        factor for pair in placed for factor in to_factors(pair, table.parts[pair.path], checkpoint, spec, table)
-    ]
+    vocabulary = Vocabulary.of(table)
+    others = sort_others(rest, renaming.names, spec, checkpoint, Base(table, where), vocabulary)
+    own = {f"{item.path}.{item.name}": item.ref for item in others.saved}
+    base = Base(table, where, own, _shipped(rest, renaming, vocabulary))
+    strange = check_whole(others.saved, rest, renaming.names, spec, base)
+    others.warnings += check_biases(rest, renaming.names, [pair.path for pair in placed], base, spec.bias)
+    move_biases(others, base)
+    before = list(others.saved)
+    tokens, held = token_rows(rows, renaming.names, spec, checkpoint, base, vocabulary, others.saved)
+    vocab_size = vocabulary.resized(others.rows, held, where)
+
+    under = {rows.path for rows in tokens} | {item.path for item in others.saved if item not in before}
+
+    factors: list[Factor] = []
+    converted: Counter[str] = Counter()
+    for pair in placed:
+        if pair.path in under:
+            check_rows(pair, checkpoint, spec)
+        weights = {f"{part.path}.weight" for part in table.parts[pair.path]}
+        at = [i for i, item in enumerate(others.saved) if f"{item.path}.{item.name}" in weights]
+        if at:
+            item = others.saved[at[0]] = merged(pair, others.saved[at[0]], checkpoint, spec, base)
+            others.converted.append(
+                f"{pair.a.name}, {pair.b.name}: worked into the {item.ref.shape[0]} rows of {pair.path}"
+            )
+            continue
+        factors += to_factors(pair, checkpoint, spec, base, others.biases, converted)
+        tokens = tuple(
+            with_update(rows, pair, checkpoint, spec) if rows.path == pair.path else rows for rows in tokens
+        )
+    factors += bias_factors(factors, others.biases, base)
     factors.sort(key=lambda factor: table.position[factor.path, factor.slice])
-    _check_once(factors, placed, where)
-    ignored = [*spec.ignored, *check_saved_modules(others, spec, table, where)]
-    copies, warnings = check_copies(others, renaming.names, spec, checkpoint, table)
-    ignored += copies
-    ignored += [f"{key.name}: used in training only" for key in keys if key.role == "training"]
-    _check_complete(spec, renaming, table, factors, where)
-    _check_rank(factors, max_lora_rank, where)
-    left_out = [key.name for path in outside.values() for key in modules[path].values()]
+    _check_once(factors, placed, table, where)
+    _check_invocation(spec, factors, others.biases, vocab_size or vocabulary.size, where)
+    _check_complete(spec, renaming, table, placed, where)
+    _check_rank(factors, max_lora_rank, spec, where)
     return AdapterPlan(
         factors=tuple(factors),
-        rank=max(factor.rank for factor in factors),
+        rank=max((factor.rank for factor in factors), default=0),
         spec=spec,
         source=where,
         fingerprint_of_source=None,
         base_model=spec.base_model,
         checkpoint=checkpoint,
-        ignored=ignored,
-        left_out=left_out,
-        warnings=[*spec.warnings, *warnings],
+        ignored=[
+            *spec.ignored,
+            *(f"modules_to_save={name!r}: neither the model nor the file has it" for name in strange),
+            *others.ignored,
+            *(f"{key.name}: used in training only" for key in keys if key.role == "training"),
+        ],
+        left_out=[key.name for path in outside.values() for key in modules[path].values()],
+        warnings=[*spec.warnings, *disagreements, *others.warnings, *unused_layouts(spec, converted)],
+        saved=tuple(others.saved),
+        tokens=tokens,
+        invocation=spec.invocation,
+        vocab_size=vocab_size,
+        unmatched=unmatched(spec, modules),
+        converted=[*others.converted, *(f"{text} ({n} x)" for text, n in converted.items())],
     )
 
 
-def _check_roles(keys: list[Key], where: str) -> None:
+def _shipped(keys: list[Key], renaming: Renaming, vocabulary: Vocabulary) -> frozenset[str]:
+    """Modules whose weight is in the file, or is one with such a weight."""
+    held = {renaming.names[key.path] for key in keys if key.role in ("base", "param") and key.leaf == "weight"}
+    return frozenset(held.union(*(vocabulary.same_table(path) for path in held)))
+
+
+def _check_roles(keys: list[Key], spec: AdapterSpec, where: str) -> None:
     for key in keys:
         if key.role in _REFUSED:
             raise UnsupportedAdapterError(f"{where}: {key.name} is {_REFUSED[key.role]}, which is not served yet.")
-    if not any(key.role in FACTORS for key in keys):
+    # PEFT also writes LoRA adapters that train nothing but rows of tokens, or whole modules
+    others = any(key.role in ("tokens", "param") for key in keys) and (spec.token_indices or spec.modules_to_save)
+    if not others and not any(key.role in FACTORS for key in keys):
         if not keys:
             raise AdapterFormatError(f"{where}: holds no tensor at all.")
         owner = foreign_format(keys[0].name)
         hint = f" They look like {owner}, not PEFT's LoRA." if owner else " Is it a full model, or merged already?"
-        names = _some(dict.fromkeys(key.name for key in keys))
+        names = some(dict.fromkeys(key.name for key in keys))
         raise AdapterFormatError(f"{where}: holds no LoRA factors (lora_A, lora_B) among {len(keys)}: {names}.{hint}")
-
-
-def _group(keys: list[Key], where: str) -> dict[str, dict[str, Key]]:
-    """Trained module path -> its factors by role."""
-    modules: dict[str, dict[str, Key]] = {}
-    for key in keys:
-        if key.role not in FACTORS:
-            continue
-        roles = modules.setdefault(key.path, {})
-        if key.role in roles:
-            raise AdapterFormatError(f"{where}: {roles[key.role].name} and {key.name} mean the same factor.")
-        roles[key.role] = key
-    for path, roles in modules.items():
-        wanted = ("embedding_A", "embedding_B") if "embedding_A" in roles or "embedding_B" in roles else ("A", "B")
-        if len(roles) > 2 or (len(roles) == 2 and set(roles) != set(wanted)):
-            raise AdapterFormatError(f"{where}: {path!r} has the factors {sorted(roles)}, which do not go together.")
-        for role in wanted:
-            if role not in roles:
-                (only,) = roles.values()
-                raise AdapterFormatError(
-                    f"{where}: {only.name} has no lora_{role} beside it. A missing factor is never taken as zero: the "
-                    "file is incomplete, copy or download it again."
-                )
-    return modules
 
 
 def _place(
@@ -142,8 +170,8 @@ def _place(
     for trained, roles in modules.items():
         path = renaming.names[trained]
         if path in table.parts:
-            a, b = (roles[role] for role in sorted(roles))
-            placed.append(Pair(trained, path, a, b))
+            a, b = (roles[role] for role in sorted(FACTORS.intersection(roles)))
+            placed.append(Pair(trained, path, a, b, roles.get("dora"), roles.get("bias_B"), roles.get("kasa")))
         elif path in table.left_out:
             outside[path] = trained
         else:
@@ -176,40 +204,57 @@ def _no_such_module(strangers: dict[str, str], total: int, table: TargetTable, w
     near = " That module is no linear layer or embedding." if known else closest(path, table.parts)
     return AdapterMatchError(
         f"{where}: {share} {total} trained modules {'exist' if len(strangers) == total else 'do not exist'} in the "
-        f"model{base}: {_some(strangers)}.{near} Was it trained on another base, or with other module names?"
+        f"model{base}: {some(strangers)}.{near} Was it trained on another base, or with other module names?"
     )
 
 
-def _check_once(factors: list[Factor], placed: list[Pair], where: str) -> None:
+def _check_once(factors: list[Factor], placed: list[Pair], table: TargetTable, where: str) -> None:
     for before, after in zip(factors, factors[1:], strict=False):
-        if (before.path, before.slice) == (after.path, after.slice):
-            raise AdapterMatchError(
-                f"{where}: {before.a.key} and {after.a.key} both train {after.path!r}: one fused, one split."
-            )
+        site = after.path, after.slice
+        if (before.path, before.slice) == site:
+            both = [p.a.name for p in placed if site in ((part.path, part.slice) for part in table.parts[p.path])]
+            raise AdapterMatchError(f"{where}: {' and '.join(both)} both train {after.path!r}: one fused, one split.")
 
 
-def _check_complete(
-    spec: AdapterSpec, renaming: Renaming, table: TargetTable, factors: list[Factor], where: str
+def _check_invocation(
+    spec: AdapterSpec, factors: list[Factor], biases: Mapping[tuple[str, int], Readable], vocabulary: int, where: str
 ) -> None:
-    missing = incomplete(spec, renaming, table, ((factor.path, factor.slice) for factor in factors))
+    if not spec.invocation:
+        return
+    beyond = [token for token in spec.invocation if vocabulary and token >= vocabulary]
+    if beyond:
+        raise AdapterMatchError(
+            f"{where}: alora_invocation_tokens has {beyond}, beyond the vocabulary of {vocabulary}: it would never be "
+            "invoked. Is it an adapter of another base?"
+        )
+    what = next((f"{factor.path!r}, an embedding" for factor in factors if factor.kind == "embedding"), None)
+    what = what or ("biases" if biases else None)
+    what = what or ("magnitudes (DoRA)" if any(factor.gain is not None for factor in factors) else None)
+    what = what or (f"against {TITLES[spec.altered]}'s base" if spec.altered else None)
+    if what:
+        raise UnsupportedAdapterError(
+            f"{where}: an aLoRA (alora_invocation_tokens) that trains {what}, which PEFT does not start at the "
+            "invocation."
+        )
+
+
+def _check_complete(spec: AdapterSpec, renaming: Renaming, table: TargetTable, placed: list[Pair], where: str) -> None:
+    sites = ((part.path, part.slice) for pair in placed for part in table.parts[pair.path])
+    missing = incomplete(spec, renaming, table, sites)
     if missing:
         raise AdapterFormatError(
             f"{where}: the config's target_modules choose {len(missing)} modules of this model that have no tensors: "
-            f"{_some(dict.fromkeys(missing))}. PEFT saves every module that it trains, so the file is incomplete; a "
+            f"{some(dict.fromkeys(missing))}. PEFT saves every module that it trains, so the file is incomplete; a "
             "missing factor is never taken as zero. Copy or download it again; or, if it never trained them, name in "
             "target_modules only what it did."
         )
 
 
-def _check_rank(factors: list[Factor], max_lora_rank: int, where: str) -> None:
-    largest = max(factors, key=lambda factor: factor.rank)
-    if largest.rank > max_lora_rank:
+def _check_rank(factors: list[Factor], max_lora_rank: int, spec: AdapterSpec, where: str) -> None:
+    largest = max(factors, key=lambda factor: factor.rank, default=None)
+    if largest is not None and largest.rank > max_lora_rank:
+        twice = f" (twice its own, for {TITLES[spec.altered]} on the clean base)" if spec.altered else ""
         raise SlotError(
-            f"{where}: {largest.path!r} has rank {largest.rank}, over max_lora_rank={max_lora_rank}. Enable the model "
-            f"with max_lora_rank={largest.rank} or more."
+            f"{where}: {largest.path!r} has rank {largest.rank}{twice}, over max_lora_rank={max_lora_rank}. Enable "
+            f"the model with max_lora_rank={largest.rank} or more."
         )
-
-
-def _some(names: dict[str, str] | dict[str, None], n: int = 4) -> str:
-    shown = ", ".join(map(repr, list(names)[:n]))
-    return shown if len(names) <= n else f"{shown} and {len(names) - n} more"

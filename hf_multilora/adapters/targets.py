@@ -7,8 +7,8 @@ against one table.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -34,6 +34,8 @@ class Target:
         slices: for layers that fuse several projections, (name, width) of each in the order of the output's
             columns, such as (("q_proj", 64), ("k_proj", 32), ("v_proj", 32)); empty: one slice.
         scale: what the layer multiplies its output by (Gemma's embed_scale); the loader folds it into the scaling.
+        transposed: its weight is stored as [in, out] (GPT-2's Conv1D).
+        has_bias: it adds a bias of its own, the parameter "bias".
     """
 
     path: str
@@ -42,6 +44,8 @@ class Target:
     out_features: int
     slices: tuple[tuple[str, int], ...] = ()
     scale: float = 1.0
+    transposed: bool = False
+    has_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "embedding"):
@@ -77,6 +81,8 @@ class TargetTable:
         base_name: the base model's own name (config._name_or_path), None where it has none.
         read_base: parameter name -> the base model's tensor, or None where there is none to read.
         prefixes: regex renamings (pattern, replacement) from older checkpoint names of this architecture.
+        parameters: name of every parameter of the model -> its shape.
+        tied: names of parameters that share their storage with another one.
     """
 
     targets: dict[str, Target]
@@ -86,6 +92,8 @@ class TargetTable:
     base_name: str | None
     read_base: Callable[[str], torch.Tensor | None]
     prefixes: tuple[tuple[str, str], ...] = ()
+    parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tied: frozenset[str] = frozenset()
 
     @cached_property
     def parts(self) -> dict[str, tuple[Part, ...]]:

@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..errors import CacheMismatchError
+from .alora import Activated
 
 _KWARGS = ("cache", "past_key_values", "cache_params")
 
@@ -38,9 +39,11 @@ class KVTag:
         """Rows are now those at `indices` (int64 `[rows]`). Read from the device only when somebody asks."""
         if len(set(self._rows)) == 1 and indices.numel() == len(self._rows):
             return
+        self.owner = None  # the rows may have changed places: whoever goes on is compared with them
         self._order = indices.reshape(-1) if self._order is None else self._order[indices.reshape(-1)]
 
     def repeat(self, times: int) -> None:
+        self.owner = None
         self._rows = tuple(row for row in self.rows for _ in range(times))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVTag:
@@ -123,7 +126,9 @@ def check_cache(cache: Any, rows: Sequence[Hashable | None], owner: object) -> N
             "(batch_repeat_interleave, batch_select_indices)."
         )
     for i, (old, new) in enumerate(zip(before, rows, strict=True)):
-        if old != new:
+        if isinstance(old, Activated) and old.start >= written:
+            old = None  # cropped to what the base wrote, before the invocation
+        if old != new and not (old is None and isinstance(new, Activated) and new.start >= written):
             raise CacheMismatchError(
                 f"Row {i} of the KV cache was written by {_describe(old)}, and would go on under {_describe(new)}. "
                 "Keys and values of one adapter mean nothing to another: pass the same adapter_ids, or start from an "
@@ -163,6 +168,8 @@ def _holds_state(layer: Any) -> bool:
 def _describe(tag: Hashable | None) -> str:
     if tag is None:
         return "the base model"
+    if isinstance(tag, Activated):
+        return f"{_describe(tag.tag)} from token {tag.start} on"
     label, version = tag if isinstance(tag, tuple) else (tag, None)
     if isinstance(version, tuple) and all(isinstance(part, int) for part in version):
         return f"adapter {label!r} (generation {version[-1]})"

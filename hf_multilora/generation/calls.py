@@ -9,26 +9,34 @@ spans the forward.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..errors import ModelError, RoutingError
+from ..memory.arena import Arena
 from ..memory.lease import Lease, label_of
 from ..memory.store import AdapterStore
-from ..routing import Routing, RowState, Unrouted
-from .cache import check_cache, find_cache, write_tag
+from ..routing import Idle, Routing, RowState, Saved
+from .alora import Activated, invocations
+from .cache import cached_length, check_cache, find_cache, write_tag
 from .ids import Key, names_of, to_keys
+from .logits import Vocabulary
 
 _ROW_ARGUMENTS = (
     "inputs", "input_ids", "inputs_embeds", "input_features", "input_values", "decoder_input_ids",
     "decoder_inputs_embeds", "attention_mask", "encoder_outputs", "pixel_values",
 )  # fmt: skip
+
+
+T = TypeVar("T")
 
 
 def batch_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
@@ -43,45 +51,175 @@ def batch_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
     return None
 
 
-class Call:
-    """One call: its lease, and the rows that its forwards run at present (prompts, then beams)."""
+def token_ids(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The token ids `[rows, tokens]` that a forward was given, or None."""
+    for value in (kwargs.get("input_ids"), *args[:1]):
+        if isinstance(value, torch.Tensor) and not value.is_floating_point():
+            return value
+    return None
 
-    def __init__(self, lease: Lease | None, state: RowState | None, tags: tuple[Hashable | None, ...], uniform: bool):
-        self.lease = lease
-        self.prompt = self.state = state
-        self.prompt_tags = self._tags = tags
+
+@dataclass
+class Life:
+    """Whether a call, and all that inherit from it, still have their slots."""
+
+    ended: bool = False
+
+
+class Call:
+    """One call: its lease, and the rows that its forwards run at present (prompts, then beams).
+
+    Attributes:
+        state, row_tags: slots and KV tags of the rows, None and all None for the base.
+        life, outer: shared with all that inherit from it; the call that it is nested in.
+        vocabulary: each row's own vocabulary size, None for the base's.
+        invocation: each row's aLoRA tokens; None where no row has any.
+        prompt: length of the prompt and each row's start in it, once `invoke` has seen it.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[Key | None],
+        lease: Lease | None,
+        arena: Arena,
+        uniform: bool,
+        life: Life,
+        outer: Call | None = None,
+    ) -> None:
         self.uniform = uniform
+        self.life = life
+        self.outer = outer
+        self.lease = lease
         self.token = object()  # marks the caches that this call writes
+        self.state: RowState | None = None
+        self.row_tags: tuple[Hashable | None, ...] = (None,) * len(keys)
+        self.vocabulary: tuple[int | None, ...] = (None,) * len(keys)
+        self.invocation: tuple[tuple[int, ...], ...] | None = None
+        self.prompt: tuple[int, tuple[int, ...]] | None = None
+        self.prompt_seen = False  # generate() has shown its prompts to `invoke` and to the vocabulary check
+        if lease is not None:
+            slots = tuple(-1 if key is None else lease.slots[key] for key in keys)
+            self.state = RowState(slots, arena.device, lease.touched, uniform, saved_by(lease, arena))
+            self.row_tags = tuple(None if key is None else (label_of(key), lease.tags[key]) for key in keys)
+            extras = [None if key is None else lease.extras[key] for key in keys]
+            self.vocabulary = tuple(None if extra is None else extra.vocab_size for extra in extras)
+            tokens = tuple(() if extra is None else extra.invocation for extra in extras)
+            self.invocation = tokens if any(tokens) else None
+        self._origin: Call | None = None  # as it was before generate() began
 
     def inherit(self) -> Call:
         """A nested call over the same rows and the same lease."""
-        return Call(self.lease, self.state, self._tags, self.uniform)
+        twin = copy.copy(self)
+        twin.token, twin._origin = object(), None
+        return twin
 
-    def expand(self, times: int, rows: int | None) -> None:
-        """From now on every prompt row runs `times` times, in `rows` rows altogether.
+    def begin(self, input_ids: torch.Tensor | None, times: int, rows: int | None) -> None:
+        """generate() begins: from now on every prompt row runs `times` times, in `rows` rows altogether.
+
+        A generate() that hands over to another one begins twice, each time from the prompts.
+
+        Args:
+            input_ids: the prompts, before they are repeated; None where they are embeddings.
 
         Raises:
-            RoutingError: the prompts are not as many as the ids.
+            RoutingError: the prompts are not as many as the ids, or cannot invoke an aLoRA.
         """
-        if rows is not None and not self.uniform and rows != times * len(self.prompt_tags):
+        origin = self._origin or copy.copy(self)
+        self.__dict__.update({**origin.__dict__, "_origin": origin, "token": self.token})
+        if rows is not None and not self.uniform and rows != times * len(self.row_tags):
             raise RoutingError(
-                f"adapter_ids names {len(self.prompt_tags)} prompt rows, but there are {rows // times} prompts. "
+                f"adapter_ids names {len(self.row_tags)} prompt rows, but there are {rows // times} prompts. "
                 "Pass one id per prompt row."
             )
-        self._tags = tuple(tag for tag in self.prompt_tags for _ in range(times))
-        self.state = self.prompt.repeated(times) if self.prompt is not None and times > 1 else self.prompt
+        self.invoke(input_ids)
+        self.prompt_seen = True
+        if times == 1:
+            return
+
+        def repeated(values: tuple[T, ...]) -> tuple[T, ...]:
+            return tuple(value for value in values for _ in range(times))
+
+        self.row_tags, self.vocabulary = repeated(self.row_tags), repeated(self.vocabulary)
+        self.state = self.state.repeated(times) if self.state is not None else None
+        if self.prompt is not None:
+            self.prompt = (self.prompt[0], repeated(self.prompt[1]))
+
+    def invoke(self, input_ids: torch.Tensor | None, past: int = 0, before: Sequence[Hashable | None] = ()) -> None:
+        """Find the invocation tokens of aLoRAs in `input_ids` `[rows, tokens]`; rows without them become the base.
+
+        Args:
+            past: tokens that a cache holds before these.
+            before: tags of that cache's rows; who was invoked there stays so.
+
+        Raises:
+            RoutingError: the prompts are embeddings, which hold no tokens to find.
+        """
+        if self.invocation is None or self.state is None:
+            return
+        if input_ids is None or input_ids.dim() != 2 or not input_ids.shape[1]:
+            raise RoutingError(
+                "An aLoRA is invoked by tokens of the prompt, so that it needs input_ids (no embeddings)."
+            )
+        rows, wanted, tags, state = input_ids.shape[0], self.invocation, self.row_tags, self.state
+        if self.uniform:  # rows of one adapter, each with a start of its own
+            wanted, tags, state = wanted[:1] * rows, tags[:1] * rows, state.with_slots(state.slots[:1] * rows)
+            self.vocabulary, self.uniform, state.uniform = self.vocabulary[:1] * rows, False, False
+        starts = [None if start is None else start + past for start in invocations(input_ids, wanted)]
+        for row, old in enumerate(before):
+            if isinstance(old, Activated) and wanted[row] and old.tag == tags[row]:
+                starts[row] = old.start
+        self.state = state.with_slots(
+            tuple(-1 if start is None else slot for slot, start in zip(state.slots, starts, strict=True))
+        )
+        self.row_tags = tuple(
+            None if start is None else Activated(tag, start) if tokens else tag
+            for tag, start, tokens in zip(tags, starts, wanted, strict=True)
+        )
+        self.prompt = (
+            past + input_ids.shape[1],
+            tuple(start if start and tokens else 0 for start, tokens in zip(starts, wanted, strict=True)),
+        )
+
+    def state_for(self, tokens: int, past: int) -> RowState | None:
+        """The rows' state for a forward of `tokens` tokens after `past` cached ones."""
+        if self.prompt is None or self.state is None:
+            return self.state
+        starts = [max(start - past, 0) for start in self.prompt[1]]
+        if past + tokens >= self.prompt[0] and past:
+            self.prompt = None if self.prompt_seen else self.prompt
+        return self.state.starting(starts, tokens) if any(starts) else self.state
 
     def check_rows(self, rows: int | None) -> None:
         """Raises: RoutingError where a batch of `rows` rows is not what the ids are for."""
-        if rows is not None and not self.uniform and rows != len(self._tags):
+        if rows is not None and not self.uniform and rows != len(self.row_tags):
             raise RoutingError(
-                f"The batch has {rows} rows, but adapter_ids names {len(self._tags)}. Pass one id per row, or one "
+                f"The batch has {rows} rows, but adapter_ids names {len(self.row_tags)}. Pass one id per row, or one "
                 "(a string) for all rows."
             )
 
     def tags(self, rows: int | None) -> tuple[Hashable | None, ...]:
         """Who writes each row of a cache."""
-        return self._tags[:1] * rows if self.uniform and rows is not None else self._tags
+        return self.row_tags[:1] * rows if self.uniform and rows is not None else self.row_tags
+
+
+def saved_by(lease: Lease, arena: Arena) -> dict[str, list[Saved]]:
+    """What the adapters of a lease replace, by module path."""
+    found: dict[str, dict[int, tuple[dict[str, torch.Tensor], Any]]] = {}
+    own: dict[str, torch.Tensor]
+    for key, extras in lease.extras.items():
+        slot = lease.slots[key]
+        for path, parameters in extras.saved.items():
+            for name, where in parameters.items():
+                owner, _, attribute = f"{path}.{name}".rpartition(".")
+                at = found.setdefault(owner, {}).setdefault(slot, ({}, None))
+                at[0][attribute] = arena.view(slot, where)
+        for path, (ids, rows) in extras.tokens.items():
+            own, _ = found.setdefault(path, {}).get(slot, ({}, None))
+            found[path][slot] = (own, (arena.view(slot, ids), arena.view(slot, rows)))
+    return {
+        path: [Saved(slot, parameters, tokens) for slot, (parameters, tokens) in slots.items()]
+        for path, slots in found.items()
+    }
 
 
 class _Gate:
@@ -133,6 +271,7 @@ class Calls:
         ensure: loads an unknown name on demand, or raises.
         check: raises where the layers of these sites are not in the model any more.
         training: whether the model is in training mode at present.
+        two_lengths: whether the model has an encoder and a decoder, whose rows have different numbers of tokens.
     """
 
     def __init__(
@@ -142,7 +281,9 @@ class Calls:
         ensure: Callable[[str], None],
         check: Callable[[Collection[int]], None],
         training: Callable[[], bool],
+        two_lengths: bool = False,
     ) -> None:
+        self.two_lengths = two_lengths
         self.store = store
         self.routing = routing
         self.lock = threading.RLock()
@@ -152,9 +293,15 @@ class Calls:
         self._default: Key | None = None
         self._current: ContextVar[Call | None] = ContextVar("hf_multilora_call", default=None)
         self._gate = _Gate()
+        self._idle = Idle(self._serve)
+        self.vocabulary: Vocabulary | None = None  # where adapters may own tokens
+        self.compiled = False  # whether the user has compiled the model: such calls cannot publish their rows
         self._runner: int | None = None  # the thread inside a forward; written under the lock
-        self._users: set[int] = set()  # threads inside a `use` block, which hold the lock
+        self._running: list[RowState | None] = []  # states of that forward and of those that it is nested in
+        self._blocks: list[Call] = []  # `use` blocks, the newest last
+        self._users: dict[int, int] = {}  # threads inside of `use` blocks that hold the lock
         self._stream: torch.cuda.Stream | None = None
+        routing.publish(self._idle)
 
     @property
     def default(self) -> Key | None:
@@ -163,13 +310,26 @@ class Calls:
 
     @default.setter
     def default(self, key: Key | None) -> None:
-        with self.lock:
-            self._default = key
-            # A part of the model that is called on its own has no rows. It must not be the base without a word.
-            self.routing.publish(None if key is None else Unrouted(key))
+        self._default = key
 
     def current(self) -> Call | None:
-        return self._current.get()
+        """The call that the present context runs in.
+
+        Raises:
+            RoutingError: it has ended (a task or thread that it started goes on), and its slots are others' now.
+        """
+        call = self._current.get()
+        if call is not None and call.life.ended:
+            raise RoutingError(
+                "The call that this task was started in has ended, and its slots may be others' by now. Pass "
+                "adapter_ids here, or let the `use` block or generate() around it wait for it."
+            )
+        return call
+
+    def holds_lock(self) -> bool:
+        """Whether this thread holds the model's lock, so that it must not wait for other calls to end."""
+        me = threading.get_ident()
+        return me in self._users or self._runner == me
 
     def distinct(self, keys: Sequence[Key | None]) -> list[Key]:
         return list(dict.fromkeys(key for key in keys if key is not None))
@@ -191,19 +351,22 @@ class Calls:
         distinct = self.distinct(keys)
         self.ensure(distinct)
         # Whoever holds the model's lock must not wait for slots: those who have them may be waiting for the lock.
-        block = threading.get_ident() not in self._users
-        with self._gate.through(nested=self._current.get() is not None):
-            lease = self.store.acquire(distinct, block=block) if distinct else None
+        outer = self.current()
+        with self._gate.through(nested=outer is not None):
+            lease = self.store.acquire(distinct, block=not self.holds_lock()) if distinct else None
+            life = Life()
             try:
                 if lease is not None:
                     self._check(lease.touched)
-                call = self._call(lease, keys, uniform)
+                call = Call(keys, lease, self.store.arena, uniform, life, outer)
                 token = self._current.set(call)
                 try:
                     yield call
                 finally:
-                    self._current.reset(token)
+                    with suppress(ValueError):  # a generator that is closed in another context than it began in
+                        self._current.reset(token)
             finally:
+                life.ended = True
                 if lease is not None:
                     self.store.release(lease)
 
@@ -214,23 +377,15 @@ class Calls:
         Raises:
             ModelError: this thread's own call is running, which would be waited for in vain.
         """
-        if self._current.get() is not None:
+        if self._current.get() is not None or self.holds_lock():
             raise ModelError(f"The model cannot be {what} from inside of one of its calls. Let the call end first.")
         with self._gate.closed(), self.lock:
             yield
 
-    def _call(self, lease: Lease | None, keys: list[Key | None], uniform: bool) -> Call:
-        if lease is None:
-            return Call(None, None, (None,) * len(keys), uniform)
-        slots = tuple(-1 if key is None else lease.slots[key] for key in keys)
-        state = RowState(slots, self.store.arena.device, lease.touched, uniform)
-        tags = tuple(None if key is None else (label_of(key), lease.tags[key]) for key in keys)
-        return Call(lease, state, tags, uniform)
-
     @contextmanager
     def inherited(self) -> Iterator[Call | None]:
         """A nested call without ids of its own: it runs on the rows of the call around it."""
-        outer = self._current.get()
+        outer = self.current()
         inner = None if outer is None else outer.inherit()
         token = self._current.set(inner)
         try:
@@ -240,32 +395,76 @@ class Calls:
 
     @contextmanager
     def use(self, ids: Any) -> Iterator[None]:
-        """Ids for code that cannot pass them; holds the model's lock, so that other threads wait.
+        """Ids for code that cannot pass them.
+
+        They belong to this thread or task: a thread that is started inside of the block does not have them. Calls of a
+        model that the user compiled read what is in force for the whole model; once there is such a model, blocks hold
+        the model's lock, and other threads wait.
 
         Raises:
-            RoutingError: at the end, where a compiled forward ran another number of rows than there are ids. (Others
-                raise at once.)
+            RoutingError: two tasks of one thread are in blocks around a compiled model; at the end, where a compiled
+                forward ran another number of rows than there are ids. (Others raise at once.)
         """
-        with self.open(ids, None) as call, self.lock:
-            me = threading.get_ident()
-            outermost = me not in self._users
-            self._users.add(me)
+        with self.open(ids, None) as call, self._exclusive(call):
+            self._blocks.append(call)
             self.routing.seen = 0
+            self._trace()
             try:
-                with self._published(call, running=False):
-                    yield
+                yield
             finally:
-                if outermost:
-                    self._users.discard(me)
+                self._blocks.remove(call)
+                self._trace()
             seen = int(self.routing.seen)
             if call.state is not None and seen:
                 call.check_rows(seen)
 
+    @contextmanager
+    def _exclusive(self, call: Call) -> Iterator[None]:
+        if not self.compiled:
+            yield
+            return
+        me = threading.get_ident()
+        with self.lock:
+            if self._users.get(me) and call.outer is not self._blocks[-1]:
+                raise RoutingError(
+                    "Two tasks of this thread are in `use` blocks of a compiled model, and it cannot tell them apart. "
+                    "Let one end before the other begins, or pass adapter_ids to the model itself."
+                )
+            self._users[me] = self._users.get(me, 0) + 1
+            try:
+                yield
+            finally:
+                self._users[me] -= 1
+                if not self._users[me]:
+                    del self._users[me]
+
+    def _trace(self) -> None:
+        """Let compiled forwards run under the running forward's rows, else under the newest `use` block's."""
+        if self._running:
+            self.routing.trace(self._running[-1])
+        else:
+            block = self._blocks[-1] if self._blocks else None
+            state = block.state if block is not None else None
+            self.routing.trace(state, refused=block is not None and block.invocation is not None)
+
+    def _serve(self, fn: Callable[[], torch.Tensor], y: torch.Tensor, where: str) -> torch.Tensor:
+        """A layer was called outside of a forward: run it under the rows of the caller's own call."""
+        call = self.current()
+        if call is None and self._default is None:
+            return y
+        if call is None:
+            with self.open(self._default, None):
+                return self._serve(fn, y, where)
+        if call.invocation is not None:
+            raise RoutingError(f"{where} was called outside of the model's own forward, where an aLoRA has no prompt.")
+        with self.lock, self._published(call, call.state):
+            return fn()
+
     def forward(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], ids: Any = None) -> Any:
-        """Run one forward of the model on the rows of its call."""
+        """Run one forward of the model, or of a model inside of it, on the rows of its call."""
         if self._runner == threading.get_ident() and ids is None:
             return fn(*args, **kwargs)
-        call = self._current.get()
+        call = self.current()
         if ids is None and call is None:
             ids = self._default
         if ids is None:
@@ -278,16 +477,49 @@ class Calls:
         rows = batch_rows(args, kwargs)
         if call is not None:
             call.check_rows(rows)
+        if self.vocabulary is not None and (call is None or not call.prompt_seen):
+            for ids in (token_ids(args, kwargs), kwargs.get("decoder_input_ids")):
+                self.vocabulary.check(ids, call.vocabulary if call is not None else ())
         with self.lock:
+            state = call.state if call is not None else None
+            past = 0
+            if call is not None and call.invocation is not None:
+                past = cached_length(cache) if cache is not None else 0
+                call, state = self._invoked(call, args, kwargs, cache, past)
             if cache is not None:
                 check_cache(cache, self._tags(call, cache, rows), call and call.token)
-            with self._published(call):
+            with self._published(call, state, self._tokens(args, kwargs)):
                 output = fn(*args, **kwargs)
+            logits = getattr(output, "logits", None)
+            if self.vocabulary is not None and isinstance(logits, torch.Tensor) and logits.dim() > 1:
+                output.logits = self.vocabulary.mask(logits, call.vocabulary if call is not None else ())
             if call is not None:
                 cache = cache if cache is not None else find_cache({}, output)
                 if cache is not None:
                     write_tag(cache, call.tags(rows), call.token)
             return output
+
+    def _invoked(
+        self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], cache: Any, past: int
+    ) -> tuple[Call, RowState | None]:
+        """The call and its state for one forward, where a row is under an aLoRA."""
+        ids = token_ids(args, kwargs)
+        if not call.prompt_seen:  # a plain forward is its own prompt
+            tag = getattr(cache, "multilora_tag", None)
+            token, call = call.token, call.inherit()
+            call.token = token
+            call.invoke(ids, past, tag.rows if tag is not None and past else ())
+        if ids is None:
+            raise RoutingError(
+                "An aLoRA is invoked by tokens of the prompt, so that it needs input_ids (no embeddings)."
+            )
+        return call, call.state_for(ids.shape[-1], past)
+
+    def _tokens(self, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+        """Tokens of each row; 0 where rows are not of one length all through the model (encoder and decoder)."""
+        ids = token_ids(args, kwargs)
+        ids = kwargs.get("inputs_embeds") if ids is None else ids
+        return 0 if ids is None or ids.dim() < 2 or self.two_lengths else int(ids.shape[1])
 
     @staticmethod
     def _tags(call: Call | None, cache: Any, rows: int | None) -> tuple[Hashable | None, ...]:
@@ -297,14 +529,8 @@ class Calls:
         return (None,) * (len(tag.rows) if tag is not None else rows or 1)
 
     @contextmanager
-    def published(self, call: Call | None) -> Iterator[None]:
-        """The rows of `call` in force, for parts of the model that run outside of its forward (an encoder)."""
-        with self.lock, self._published(call):
-            yield
-
-    @contextmanager
-    def _published(self, call: Call | None, running: bool = True) -> Iterator[None]:
-        state = call.state if call is not None else None
+    def _published(self, call: Call | None, state: RowState | None, tokens: int = 0) -> Iterator[None]:
+        """A state in force, for one forward; the caller holds the lock."""
         if state is not None:
             if self._training():
                 raise ModelError(
@@ -313,18 +539,20 @@ class Calls:
             assert call is not None and call.lease is not None
             self._order_streams()
             call.lease.wait()
-        previous = self.routing.publish(state)
-        runner = self._runner
-        if running:
-            self._runner = threading.get_ident()
+        runner, self._runner = self._runner, threading.get_ident()
+        before = self.routing.tokens
+        self._running.append(state)
         try:
-            self.routing.fill_static()
+            self.routing.publish(state, tokens)
+            self._trace()
             # Adapters carry no gradient: outputs that claimed one would be missing the adapters' part of it.
             with torch.no_grad() if state is not None else nullcontext():
                 yield
         finally:
+            self._running.pop()
             self._runner = runner
-            self.routing.publish(previous)
+            self.routing.publish(self._running[-1] if self._running else self._idle, before)
+            self._trace()
 
     def _order_streams(self) -> None:
         """Forwards on different streams share the kernels' workspace: the later one waits for the earlier."""

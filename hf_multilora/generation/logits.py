@@ -7,6 +7,61 @@ from collections.abc import Sequence
 import torch
 from transformers import LogitsProcessor
 
+from ..errors import RoutingError
+
+
+class Vocabulary:
+    """The base model's vocabulary, and the columns that adapters may own beyond it.
+
+    Args:
+        size: rows of the base's embedding.
+        extra: columns that logits have beyond them.
+    """
+
+    def __init__(self, size: int, extra: int) -> None:
+        self.size = size
+        self.extra = extra
+
+    def sizes(self, own: Sequence[int | None]) -> list[int]:
+        """Vocabulary size of each row, where None stands for the base's."""
+        return [self.size if size is None else size for size in own]
+
+    def mask(self, logits: torch.Tensor, own: Sequence[int | None]) -> torch.Tensor:
+        """Put foreign columns back to -inf: what comes after the head (Gemma's soft cap) may have moved them.
+
+        Args:
+            logits: `[rows, ..., columns]`.
+            own: vocabulary sizes of the rows; one: the same for all.
+        """
+        sizes = self.sizes(own or [None])
+        if logits.shape[-1] <= min(sizes):
+            return logits
+        limit = torch.tensor(sizes if len(sizes) == logits.shape[0] else sizes[:1], device=logits.device)
+        foreign = torch.arange(logits.shape[-1], device=logits.device) >= limit[:, None]
+        return logits.masked_fill(foreign.view(len(limit), *[1] * (logits.dim() - 2), -1), float("-inf"))
+
+    def check(self, ids: torch.Tensor | None, own: Sequence[int | None]) -> None:
+        """Refuse tokens that a row does not have.
+
+        Args:
+            ids: `[rows, tokens]`, or None where the model was given something else.
+            own: vocabulary sizes of the rows; empty or one: the same for all.
+
+        Raises:
+            RoutingError: naming the first row and token.
+        """
+        if ids is None or ids.dim() != 2:
+            return
+        sizes = self.sizes(own or [None])
+        limit = torch.tensor(sizes if len(sizes) == ids.shape[0] else sizes[:1], device=ids.device)
+        beyond = (ids >= limit[:, None]).nonzero()
+        if len(beyond):
+            row, at = beyond[0].tolist()
+            raise RoutingError(
+                f"Row {row} holds token {int(ids[row, at])} at position {at}, but its vocabulary ends at "
+                f"{int(limit[row % len(limit)]) - 1}. Tokens that an adapter added are known to its own rows only."
+            )
+
 
 class AdapterVocabularyLogitsProcessor(LogitsProcessor):
     """Overwrites the columns beyond each row's own vocabulary with -inf.

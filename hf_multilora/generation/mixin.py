@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -9,12 +10,17 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers.utils import logging
 
 from ..errors import ModelError, RoutingError
-from .calls import batch_rows
+from .calls import Calls, batch_rows
 from .ids import one_of, to_keys
+from .logits import AdapterVocabularyLogitsProcessor
 from .waves import plan_waves, refuse_waves, run_waves
 from .words import AdapterWords
+
+logger = logging.get_logger(__name__)
 
 
 class MultiLoraMixin(AdapterWords):
@@ -37,9 +43,28 @@ class MultiLoraMixin(AdapterWords):
         if torch.compiler.is_compiling():
             if adapter_ids is not None or adapter_names is not None:
                 raise RoutingError("Names cannot be resolved inside a compiled call: use model.multilora.use(ids).")
+            self.multilora.calls.compiled = True
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if "multilora" not in self.__dict__:  # a method that somebody kept beyond disable_multilora
+            return type(self).__call__(self, *args, **kwargs)
         ids = one_of(adapter_ids, adapter_names)
         return self.multilora.calls.forward(super().__call__, args, kwargs, ids)  # type: ignore[misc]
+
+    @property
+    def loss_function(self) -> Any:
+        """The model's own loss, over as many columns as the logits have."""
+        loss = super().loss_function  # type: ignore[misc]
+        if self.multilora.config.extra_vocab_size == 0:
+            return loss
+
+        def over_all_columns(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            return loss(logits, labels, **{**kwargs, "vocab_size": logits.shape[-1]})
+
+        return over_all_columns
+
+    @loss_function.setter
+    def loss_function(self, value: Any) -> None:
+        super(MultiLoraMixin, type(self)).loss_function.fset(self, value)  # type: ignore[misc]
 
     def get_compiled_call(self, compile_config: Any) -> Any:
         compiled = super().get_compiled_call(compile_config)  # type: ignore[misc]
@@ -47,16 +72,21 @@ class MultiLoraMixin(AdapterWords):
 
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._expand_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
-        call = self.multilora.calls.current()
-        if call is not None:
-            times = kwargs.get("expand_size", args[0] if args else 1)
-            rows = result[0].shape[0] if result[0] is not None else None
-            call.expand(times, rows)
+        _begin(self.multilora.calls, self.config.is_encoder_decoder, args, kwargs, result)  # type: ignore[attr-defined]
         return result
 
-    def _maybe_prepare_encoder_kwargs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        with self.multilora.calls.published(self.multilora.calls.current()):
-            return super()._maybe_prepare_encoder_kwargs_for_generation(*args, **kwargs)  # type: ignore[misc]
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
+        processors = super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
+        calls = self.multilora.calls
+        call = calls.current()
+        if call is not None and call.invocation is not None and any(map(_is_guidance, processors)):
+            raise RoutingError("guidance_scale runs prompts of its own, in which an aLoRA cannot be invoked.")
+        if call is None or calls.vocabulary is None:
+            return processors
+        own = AdapterVocabularyLogitsProcessor(calls.vocabulary.sizes(call.vocabulary))
+        # Guidance turns -inf into NaN, which processors after it would rank first: mend that at once, and at the end.
+        mended = [p for q in processors for p in ([q, own] if _is_guidance(q) else [q])]
+        return type(processors)([*mended, own])
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         calls = self.multilora.calls
@@ -130,7 +160,85 @@ class MultiLoraGenerationMixin(MultiLoraMixin):
         return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
 
 
+class PartMixin:
+    """Mixed into the classes of models inside of an enabled model (a decoder, an encoder, a language model).
+
+    Code that calls them on their own, generate() of some models among it, runs under the ids of its call, too.
+    """
+
+    _multilora_calls: Calls
+    _multilora_class: Any
+
+    def __call__(self, *args: Any, adapter_ids: Any = None, adapter_names: Any = None, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or "_multilora_calls" not in self.__dict__:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        ids = one_of(adapter_ids, adapter_names)
+        return self._multilora_calls.forward(super().__call__, args, kwargs, ids)  # type: ignore[misc]
+
+    def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._expand_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
+        _begin(self._multilora_calls, self.config.is_encoder_decoder, args, kwargs, result)  # type: ignore[attr-defined]
+        return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A part alone has no slots: its copy is one of the class that it had."""
+        twin = self._multilora_class.__new__(self._multilora_class)
+        memo[id(self)] = twin
+        for key, value in self.__dict__.items():
+            if key not in ("_multilora_calls", "_multilora_class"):
+                twin.__dict__[key] = copy.deepcopy(value, memo)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("A part of an enabled model cannot be pickled. Call disable_multilora(model) first.")
+
+
+def _begin(calls: Calls, two_lengths: bool, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    """generate() has repeated its prompts: tell the call."""
+    call = calls.current()
+    if call is None:
+        return
+    ids = kwargs.get("input_ids")
+    if calls.vocabulary is not None and not two_lengths:
+        calls.vocabulary.check(ids, call.vocabulary)
+    if call.invocation is not None and two_lengths:
+        raise RoutingError("aLoRA adapters are served in decoder-only models.")
+    times = kwargs.get("expand_size", args[0] if args else 1)
+    call.begin(ids, times, result[0].shape[0] if result[0] is not None else None)
+
+
+def swap_parts(model: PreTrainedModel, calls: Calls) -> None:
+    """Give the models inside of `model` classes that run under the ids of their caller's call."""
+    for part in model.modules():
+        if part is not model and isinstance(part, PreTrainedModel):
+            old = type(part)
+            part.__dict__.update(_multilora_calls=calls, _multilora_class=old)
+            part.__class__ = _part_class(old)  # type: ignore[arg-type]
+
+
+def restore_parts(model: PreTrainedModel) -> None:
+    """Undo `swap_parts`."""
+    for part in model.modules():
+        if isinstance(part, PartMixin):
+            part.__class__ = part.__dict__.pop("_multilora_class")
+            del part.__dict__["_multilora_calls"]
+
+
+@functools.cache
+def _part_class(old: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    names = {"__module__": old.__module__, "__qualname__": old.__qualname__, "__doc__": old.__doc__}
+    return type(old.__name__, (PartMixin, old), names)
+
+
+def _is_guidance(processor: Any) -> bool:
+    return isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
 def _compiled_forward(model: MultiLoraMixin, compiled: Any, *args: Any, **kwargs: Any) -> Any:
+    call = model.multilora.calls.current()
+    if call is not None and call.state is not None and call.state.saved:
+        logger.warning_once("An adapter of this batch saves whole modules: decoding is not compiled for it.")
+        return model(*args, **kwargs)
     return model.multilora.calls.forward(compiled, args, kwargs)
 
 
@@ -143,7 +251,7 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             return fn(*args, **kwargs)
     if ids is None:
         ids = calls.default
-    if ids is None:
+    if ids is None and calls.vocabulary is None:
         return fn(*args, **kwargs)
     if len(args) > 1:  # what decides about waves is looked up by name
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -151,12 +259,13 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         args = args[:1]
     rows = batch_rows(args, kwargs)
     if rows is None:
-        rows = 1 if isinstance(ids, (str, dict, tuple)) else len(ids)
+        rows = 1 if ids is None or isinstance(ids, (str, dict, tuple)) else len(ids)
     keys, _ = to_keys(ids, rows)
+    _check_assistant(model, kwargs)
     if kwargs.get("cache_implementation") == "paged" and any(key is not None for key in keys):
         raise RoutingError('cache_implementation="paged" does not carry adapter ids in this version.')
     distinct = calls.distinct(keys)
-    pinned = {name for name, adapter in model.multilora.adapters.items() if adapter.pinned}
+    pinned = set(calls.store.pinned())
     slots = model.multilora.config.max_loras - len(pinned)
     if sum(key not in pinned for key in distinct) <= slots:
         with calls.open(ids, rows):
@@ -169,6 +278,19 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             return fn(*part_args, **part_kwargs)
 
     return run_waves(one_wave, plan_waves(keys, slots, pinned), rows, args, kwargs, _pad(model, kwargs))
+
+
+def _check_assistant(model: Any, kwargs: dict[str, Any]) -> None:
+    """Sampling compares the assistant's probabilities with the model's, column by column."""
+    assistant, extra = kwargs.get("assistant_model"), model.multilora.config.extra_vocab_size
+    config = kwargs.get("generation_config") or model.generation_config
+    sampled = kwargs["do_sample"] if kwargs.get("do_sample") is not None else config.do_sample
+    theirs = assistant.multilora.config.extra_vocab_size if isinstance(assistant, MultiLoraMixin) else 0
+    if assistant is not None and assistant is not model and sampled and theirs != extra:
+        raise RoutingError(
+            f"Assisted sampling needs logits of one width, and this model has extra_vocab_size={extra}, its assistant "
+            f"{theirs}. Enable the assistant with extra_vocab_size={extra}, or use do_sample=False."
+        )
 
 
 def _with_assistant(model: Any, fn: Any, args: Any, kwargs: dict[str, Any], ids: Any, assistant_ids: Any) -> Any:
@@ -223,6 +345,8 @@ def _enabled_class(old: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
         @functools.wraps(MultiLoraGenerationMixin.generate)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if "multilora" not in self.__dict__:  # a method that somebody kept beyond disable_multilora
+                return type(self).generate(self, *args, **kwargs)
             return MultiLoraGenerationMixin.generate(self, *args, **kwargs)
 
         generate.__signature__ = _both_signatures(old.generate, MultiLoraGenerationMixin.generate)  # type: ignore

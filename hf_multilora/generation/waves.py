@@ -113,5 +113,11 @@ def run_waves(
         index = torch.tensor(rows)
         part_args = tuple(take_rows(v, "inputs" if i == 0 else "", index, total) for i, v in enumerate(args))
         part_kwargs = {name: take_rows(value, name, index, total) for name, value in kwargs.items()}
-        parts.append(generate(rows, part_args, part_kwargs))
+        part = generate(rows, part_args, part_kwargs)
+        if not isinstance(part, torch.Tensor):
+            raise SlotError(
+                f"The batch runs in {len(waves)} waves, and generate() returned a {type(part).__name__}, which cannot "
+                "be joined from parts. Enable the model with more max_loras, or name fewer adapters in one batch."
+            )
+        parts.append(part)
     return merge(parts, waves, total, pad)

@@ -1,7 +1,8 @@
-"""Embedding: `y[t] += A[slot(t)][ids[t]] · Bt[slot(t)]`. This file gathers; expand does the rest.
+"""Embedding: `y[t] = gain · y[t] + shift + A[slot(t)][ids[t]] · Bt[slot(t)]`. This file gathers; expand does the rest.
 
 planes[0, t, 0, j] = A[slot(t)][ids[t], j]      A [V, rank]: a token's factor is one run of memory
-planes: fp32 [1, n, 1, max_rank], written for `j < rank` of rows with an adapter only
+planes: fp32 [1, n, 1, max_rank], written for `j < rank` of rows with an adapter only,
+from their start on
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from .lookup import table_entry
 
 @triton.jit(
     do_not_specialize=["site", "n", "per_row", "meta_stride"],
-    do_not_specialize_on_alignment=["ids_ptr", "row_slots_ptr", "meta_ptr", "h_ptr"],
+    do_not_specialize_on_alignment=["ids_ptr", "row_slots_ptr", "row_starts_ptr", "meta_ptr", "h_ptr"],
 )
 def gather_factors(
     ids_ptr,
     row_slots_ptr,
+    row_starts_ptr,
     h_ptr,
     site,
     data_ptr,
@@ -33,12 +35,16 @@ def gather_factors(
     MAX_RANK: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     """BLOCK_T tokens, whichever rows they belong to. Grid [ceil(n / BLOCK_T)]."""
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     inside = t < n
-    slot = tl.load(row_slots_ptr + t // per_row, mask=inside, other=-1)
+    row = t // per_row
+    slot = tl.load(row_slots_ptr + row, mask=inside, other=-1)
     used = slot >= 0
+    if STARTS:
+        used &= t - row * per_row >= tl.load(row_starts_ptr + row, mask=inside, other=0)
     entry = table_entry(meta_ptr, meta_stride, tl.where(used, slot, 0), site)
     rank = tl.load(entry + 2, mask=used, other=0)
     a_off = tl.load(entry, mask=used, other=0)
@@ -54,6 +60,7 @@ def gather_factors(
 def prepare(
     ids: Tensor,
     row_slots: Tensor,
+    row_starts: Tensor | None,
     planes: Tensor,
     data: Tensor,
     meta: Tensor,
@@ -69,6 +76,7 @@ def prepare(
     args = (
         ids,
         row_slots,
+        row_slots if row_starts is None else row_starts,
         planes,
         site,
         data,
@@ -80,5 +88,6 @@ def prepare(
         max_rank,
         block_t,
         block_r,
+        row_starts is not None,
     )
     return gather_factors, (-(-n // block_t), 1, 1), args, {"num_warps": 4}

@@ -1,9 +1,12 @@
-"""Expand: `y[t] += h[t] · Bt[slot(t)]`, for every slice of a layer, into the slice's own columns.
+"""Expand: `y[t] = gain · y[t] + shift + h[t] · Bt[slot(t)]`, for every slice of a layer, into the slice's own columns.
 
     h[t, j] = planes[0, t, i, j] + planes[1, t, i, j] + ...                 planes: fp32 [split, n, slices, max_rank]
-    y[t, start_i + c] = round(y[t, start_i + c] + sum over j < rank of h[t, j] · Bt_i[j, c])      Bt_i [rank, width_i]
+    d[t, c] = sum over j < rank of h[t, j] · Bt_i[j, c]                     Bt_i [rank, width_i]
+    y[t, start_i + c] = round(gain_i[c] · y[t, start_i + c] + shift_i[c] + d[t, c])               fp32 [width_i]
 
-The sum is fp32 and y is rounded once. Rows without an adapter, and slices that it did not train, are not written.
+The sum is fp32 and y is rounded once. Rows without an adapter, slices that have neither delta nor gain nor shift, and
+tokens before their row's start are not written. An absent gain or shift is not read: its masked load yields what
+changes no bit (1, -0.0), so that rows without one wait for nothing and branch nowhere.
 
 `expand_rows` is one program per token (decode); `expand_tiles` takes tiles of one row's tokens with `tl.dot`
 (prefill). There h enters the dot without being rounded to the adapters' dtype: for bf16 as hi + lo, two bf16 values
@@ -21,20 +24,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .lookup import factor_start, sharing_slice, slice_columns, table_entry
+from .lookup import META, factor_start, sharing_slice, slice_columns, table_entry, vector_start
 from .tuning import ExpandTiling
 
 _DYNAMIC = ["site", "n", "blocks", "meta_stride"]
+_UNALIGNED = ["row_slots_ptr", "row_starts_ptr", "meta_ptr", "h_ptr"]
 
 
-@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=["row_slots_ptr", "meta_ptr", "h_ptr"])
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_UNALIGNED)
 def expand_rows(
     y_ptr,
     row_slots_ptr,
+    row_starts_ptr,
     h_ptr,
     site,
     data_ptr,
     meta_ptr,
+    floats_ptr,
     slot_elems,
     meta_stride,
     n,
@@ -55,6 +61,7 @@ def expand_rows(
     BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
     DOT: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     """One token, BLOCK_N columns of one slice. Grid [n, blocks of the widest slice, slices]."""
     t = tl.program_id(0)
@@ -63,22 +70,33 @@ def expand_rows(
     c0 = tl.program_id(1) * BLOCK_N
     if c0 >= width:
         return
-    slot = tl.load(row_slots_ptr + t // per_row)
-    if slot < 0:
+    row = t // per_row
+    slot = tl.load(row_slots_ptr + row)
+    idle = slot < 0
+    if STARTS:
+        idle |= t - row * per_row < tl.load(row_starts_ptr + row)
+    if idle:
         return
     first = table_entry(meta_ptr, meta_stride, slot, site)
-    b_off = tl.load(first + 3 * i + 1)
-    rank = tl.load(first + 3 * i + 2).to(tl.int32)
-    # Offsets are never negative; asking makes the two loads leave together instead of one after the other.
-    if (rank == 0) | (b_off < 0):
+    b_off = tl.load(first + META * i + 1)
+    rank = tl.load(first + META * i + 2)
+    gain_off = tl.load(first + META * i + 3)
+    shift_off = tl.load(first + META * i + 4)
+    # Offsets are never negative; asking makes the loads leave together instead of one after the other.
+    if ((rank | gain_off | shift_off) == 0) | (b_off < 0):
         return
+    rank = rank.to(tl.int32)
     src = i
     if N_SLICES > 1:
-        src = sharing_slice(first, i, tl.load(first + 3 * i), rank, N_SLICES)
+        src = sharing_slice(first, i, tl.load(first + META * i), rank, N_SLICES)
     b_ptr = factor_start(data_ptr, slot, slot_elems, b_off, ALIGN)
+    gain_ptr = vector_start(floats_ptr, slot, slot_elems, gain_off, ALIGN)
+    shift_ptr = vector_start(floats_ptr, slot, slot_elems, shift_off, ALIGN)
     c = c0 + tl.arange(0, BLOCK_N)
     y_row = y_ptr + t.to(tl.int64) * y_stride + start
     y = tl.load(y_row + c, mask=c < width)
+    gain = tl.load(gain_ptr + c, mask=(c < width) & (gain_off != 0), other=1.0)
+    shift = tl.load(shift_ptr + c, mask=(c < width) & (shift_off != 0), other=-0.0)
     s = tl.arange(0, SPLIT_PAD)
     h_planes = h_ptr + ((s.to(tl.int64) * n + t) * N_SLICES + src)[:, None] * MAX_RANK
     acc = tl.zeros([BLOCK_N], dtype=tl.float32)
@@ -88,17 +106,20 @@ def expand_rows(
         b = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=mask, other=0.0)
         h = tl.load(h_planes + r[None, :], mask=(s[:, None] < SPLIT) & (r[None, :] < rank), other=0.0)
         acc += tl.sum(tl.sum(h, axis=0)[:, None] * b.to(tl.float32), axis=0)
-    tl.store(y_row + c, (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=c < width)
+    out = gain * y.to(tl.float32) + shift + acc
+    tl.store(y_row + c, out.to(y_ptr.dtype.element_ty), mask=c < width)
 
 
-@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=["row_slots_ptr", "meta_ptr", "h_ptr"])
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_UNALIGNED)
 def expand_tiles(
     y_ptr,
     row_slots_ptr,
+    row_starts_ptr,
     h_ptr,
     site,
     data_ptr,
     meta_ptr,
+    floats_ptr,
     slot_elems,
     meta_stride,
     n,
@@ -119,6 +140,7 @@ def expand_tiles(
     BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
     DOT: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     """BLOCK_M tokens of one row, BLOCK_N columns of one slice. Grid [rows * blocks, column blocks, slices]."""
     row = tl.program_id(0) // blocks
@@ -127,27 +149,42 @@ def expand_tiles(
     c0 = tl.program_id(1) * BLOCK_N
     if c0 >= width:
         return
+    m_start = (tl.program_id(0) % blocks) * BLOCK_M
+    m_first = 0
     slot = tl.load(row_slots_ptr + row)
-    if slot < 0:
+    idle = slot < 0
+    if STARTS:
+        m_first = tl.load(row_starts_ptr + row)
+        idle |= m_start + BLOCK_M <= m_first
+    if idle:
         return
     first = table_entry(meta_ptr, meta_stride, slot, site)
-    b_off = tl.load(first + 3 * i + 1)
-    rank = tl.load(first + 3 * i + 2).to(tl.int32)
-    # Offsets are never negative; asking makes the two loads leave together instead of one after the other.
-    if (rank == 0) | (b_off < 0):
+    b_off = tl.load(first + META * i + 1)
+    rank = tl.load(first + META * i + 2)
+    gain_off = tl.load(first + META * i + 3)
+    shift_off = tl.load(first + META * i + 4)
+    # Offsets are never negative; asking makes the loads leave together instead of one after the other.
+    if ((rank | gain_off | shift_off) == 0) | (b_off < 0):
         return
+    rank = rank.to(tl.int32)
     src = i
     if N_SLICES > 1:
-        src = sharing_slice(first, i, tl.load(first + 3 * i), rank, N_SLICES)
+        src = sharing_slice(first, i, tl.load(first + META * i), rank, N_SLICES)
     b_ptr = factor_start(data_ptr, slot, slot_elems, b_off, ALIGN)
-    m_start = (tl.program_id(0) % blocks) * BLOCK_M
+    gain_ptr = vector_start(floats_ptr, slot, slot_elems, gain_off, ALIGN)
+    shift_ptr = vector_start(floats_ptr, slot, slot_elems, shift_off, ALIGN)
     m = tl.arange(0, BLOCK_M)
     m_stop = per_row - m_start
+    m_mask = m[:, None] < m_stop
+    if STARTS:
+        m_mask &= m_start + m[:, None] >= m_first
     t = row.to(tl.int64) * per_row + m_start
     c = c0 + tl.arange(0, BLOCK_N)
     y_tile = y_ptr + (t * y_stride + start) + m[:, None] * y_stride + c[None, :]
-    y_mask = (m[:, None] < m_stop) & (c[None, :] < width)
+    y_mask = m_mask & (c[None, :] < width)
     y = tl.load(y_tile, mask=y_mask)
+    gain = tl.load(gain_ptr + c, mask=(c < width) & (gain_off != 0), other=1.0)
+    shift = tl.load(shift_ptr + c, mask=(c < width) & (shift_off != 0), other=-0.0)
     plane = tl.cast(n, tl.int64) * N_SLICES * MAX_RANK
     h_rows = h_ptr + (t * N_SLICES + src) * MAX_RANK + m[:, None] * (N_SLICES * MAX_RANK)
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
@@ -155,7 +192,7 @@ def expand_tiles(
         r = r0 + tl.arange(0, BLOCK_R)
         b_mask = (r[:, None] < rank) & (c[None, :] < width)
         b = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=b_mask, other=0.0)
-        h_mask = (m[:, None] < m_stop) & (r[None, :] < rank)
+        h_mask = m_mask & (r[None, :] < rank)
         h = tl.load(h_rows + r[None, :], mask=h_mask, other=0.0)
         for s in tl.static_range(1, SPLIT):
             h += tl.load(h_rows + s * plane + r[None, :], mask=h_mask, other=0.0)
@@ -169,17 +206,20 @@ def expand_tiles(
             acc = tl.dot(h, b.to(tl.float32), acc, input_precision="tf32x3")
         else:
             acc = tl.dot(h, b.to(tl.float32), acc, input_precision="ieee")
-    tl.store(y_tile, (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=y_mask)
+    out = gain[None, :] * y.to(tl.float32) + shift[None, :] + acc
+    tl.store(y_tile, out.to(y_ptr.dtype.element_ty), mask=y_mask)
 
 
 def prepare(
     y: Tensor,
     row_slots: Tensor,
+    row_starts: Tensor | None,
     planes: Tensor,
     data: Tensor,
     meta: Tensor,
     rows: int,
     site: int,
+    floats: Tensor,
     widths: Sequence[int],
     slot_elems: int,
     max_rank: int,
@@ -189,7 +229,8 @@ def prepare(
     """The launch of one expand: kernel, grid, arguments in order, compile options.
 
     y `[n, sum(widths)]` with unit stride along its columns, written in place; planes and split as shrink left them.
-    The first four arguments are those that change from call to call or from layer to layer.
+    The first five arguments are those that change from call to call or from layer to layer. Where there are no
+    row_starts, a pointer that is not read takes their place.
     """
     n = y.shape[0]
     per_row = n // rows
@@ -197,10 +238,12 @@ def prepare(
     args = (
         y,
         row_slots,
+        row_slots if row_starts is None else row_starts,
         planes,
         site,
         data,
         meta,
+        floats,
         slot_elems,
         meta.stride(0),
         n,
@@ -219,6 +262,7 @@ def prepare(
         tiling.block_r,
         tiling.stages,
         tiling.dot,
+        row_starts is not None,
     )
     columns = -(-max(widths) // tiling.block_n)
     grid = (rows * blocks if tiling.tiles else n, columns, len(widths))

@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 # Shapes whose launches are kept by one workspace: prompts come in ever new lengths.
 _MAX_RECIPES = 1024
 
-# launch(stream, pointer of x or y, pointer of row_slots, pointer of the planes, site)
-Launch = Callable[[int, int, int, int, int], None]
+# launch(stream, pointer of x or y, of row_slots, of row_starts, of the planes, site). Kernels made without starts read
+# none; any pointer will do.
+Launch = Callable[[int, int, int, int, int, int], None]
+# As many arguments of a kernel as change from call to call or from layer to layer; they come first.
+_VARYING = 5
 
 
 class Recipe:
@@ -52,6 +55,7 @@ def linear(
     x: Tensor,
     data: Tensor,
     meta: Tensor,
+    floats: Tensor,
     row_slots: Tensor,
     planes: Tensor,
     rows: int,
@@ -60,23 +64,24 @@ def linear(
     slot_elems: int,
     max_rank: int,
     recipes: dict[Any, Recipe],
+    row_starts: Tensor | None = None,
 ) -> Recipe | None:
     """Shrink and expand, `y [n, N]` in place, `x [n, K]`, both with unit stride along columns.
 
     Returns the recipe for calls of the same shape, which it looks up in `recipes` and keeps there; None where there
     cannot be one (x or y not aligned to 16 bytes, the interpreter, an unknown launcher).
     """
-    key = _key(y, x, data, meta, rows, widths, slot_elems, max_rank)
+    key = _key(y, x, data, meta, floats, rows, widths, slot_elems, max_rank, row_starts is None)
     recipe = recipes.get(key) if key else None
     if recipe is not None:
-        _run_recipe(recipe, y, x, row_slots, planes, site)
+        _run_recipe(recipe, y, x, row_slots, row_starts, planes, site)
         return recipe
     n, k = x.shape
     shrinking = shrink_tiling(n, rows, k, max_rank, x.dtype, data.dtype)
     expanding = expand_tiling(n, rows, max(widths), max_rank, y.dtype, data.dtype)
-    common = (row_slots, planes, data, meta, rows, site)
+    common = (row_slots, row_starts, planes, data, meta, rows, site)
     first = shrink.prepare(x, *common, len(widths), slot_elems, max_rank, shrinking)
-    second = expand.prepare(y, *common, widths, slot_elems, max_rank, shrinking.split, expanding)
+    second = expand.prepare(y, *common, floats, widths, slot_elems, max_rank, shrinking.split, expanding)
     return _run(first, second, key, recipes)
 
 
@@ -85,6 +90,7 @@ def embed(
     ids: Tensor,
     data: Tensor,
     meta: Tensor,
+    floats: Tensor,
     row_slots: Tensor,
     planes: Tensor,
     rows: int,
@@ -93,35 +99,49 @@ def embed(
     slot_elems: int,
     max_rank: int,
     recipes: dict[Any, Recipe],
+    row_starts: Tensor | None = None,
 ) -> Recipe | None:
     """Gather and expand, `y [n, width]` in place, `ids [n]` contiguous; returns what `linear` does."""
-    key = _key(y, ids, data, meta, rows, (width,), slot_elems, max_rank)
+    key = _key(y, ids, data, meta, floats, rows, (width,), slot_elems, max_rank, row_starts is None)
     recipe = recipes.get(key) if key else None
     if recipe is not None:
-        _run_recipe(recipe, y, ids, row_slots, planes, site)
+        _run_recipe(recipe, y, ids, row_slots, row_starts, planes, site)
         return recipe
-    common = (row_slots, planes, data, meta, rows, site)
+    common = (row_slots, row_starts, planes, data, meta, rows, site)
     expanding = expand_tiling(ids.numel(), rows, width, max_rank, y.dtype, data.dtype)
     first = embedding.prepare(ids, *common, slot_elems, max_rank)
-    second = expand.prepare(y, *common, (width,), slot_elems, max_rank, 1, expanding)
+    second = expand.prepare(y, *common, floats, (width,), slot_elems, max_rank, 1, expanding)
     return _run(first, second, key, recipes)
 
 
 def _key(
-    y: Tensor, x: Tensor, data: Tensor, meta: Tensor, rows: int, widths: Sequence[int], slot_elems: int, max_rank: int
+    y: Tensor,
+    x: Tensor,
+    data: Tensor,
+    meta: Tensor,
+    floats: Tensor,
+    rows: int,
+    widths: Sequence[int],
+    slot_elems: int,
+    max_rank: int,
+    whole_rows: bool,
 ) -> tuple[Any, ...] | None:
     """Everything that a recipe has bound; None where x or y is not aligned as a recipe's kernels assume."""
     if (x.data_ptr() | y.data_ptr()) & 15:
         return None
-    shapes = (x.shape, x.stride(0), x.dtype, y.shape, y.stride(0), y.dtype, rows, *widths)
-    return (*shapes, data.data_ptr(), meta.data_ptr(), meta.stride(0), slot_elems, max_rank, data.dtype, data.device)
+    shapes = (x.shape, x.stride(0), x.dtype, y.shape, y.stride(0), y.dtype, rows, whole_rows, *widths)
+    arena = (data.data_ptr(), meta.data_ptr(), floats.data_ptr(), meta.stride(0), slot_elems, data.dtype, data.device)
+    return (*shapes, *arena, max_rank)
 
 
-def _run_recipe(recipe: Recipe, y: Tensor, x: Tensor, row_slots: Tensor, planes: Tensor, site: int) -> None:
+def _run_recipe(
+    recipe: Recipe, y: Tensor, x: Tensor, row_slots: Tensor, row_starts: Tensor | None, planes: Tensor, site: int
+) -> None:
     stream = torch.cuda.current_stream(y.device).cuda_stream
     slots, h = row_slots.data_ptr(), planes.data_ptr()
-    recipe.first(stream, x.data_ptr(), slots, h, site)
-    recipe.second(stream, y.data_ptr(), slots, h, site)
+    starts = slots if row_starts is None else row_starts.data_ptr()
+    recipe.first(stream, x.data_ptr(), slots, starts, h, site)
+    recipe.second(stream, y.data_ptr(), slots, starts, h, site)
 
 
 def _run(
@@ -151,20 +171,22 @@ def _prebuild(compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) 
     if run is None or function is None or packed is None:
         return None
     g0, g1, g2 = grid
-    tail = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in args[4:])
+    tail = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in args[_VARYING:])
 
-    def launch(stream: int, pointer: int, row_slots: int, planes: int, site: int) -> None:
-        run(g0, g1, g2, stream, function, packed, None, None, None, pointer, row_slots, planes, site, *tail)
+    def launch(stream: int, pointer: int, row_slots: int, row_starts: int, planes: int, site: int) -> None:
+        run(
+            g0, g1, g2, stream, function, packed, None, None, None, pointer, row_slots, row_starts, planes, site, *tail
+        )
 
     return launch
 
 
 def _try_out(launch: Launch, args: tuple[Any, ...]) -> None:
     """Run the first kernel once more: it writes the same planes again, so nothing is lost if this works."""
-    x, row_slots, planes, site = args[:4]
+    x, row_slots, row_starts, planes, site = args[:_VARYING]
     stream = torch.cuda.current_stream(x.device).cuda_stream
     try:
-        launch(stream, x.data_ptr(), row_slots.data_ptr(), planes.data_ptr(), site)
+        launch(stream, x.data_ptr(), row_slots.data_ptr(), row_starts.data_ptr(), planes.data_ptr(), site)
         _Prebuilding.works = True
     except (TypeError, ValueError, AttributeError, SystemError) as error:
         _Prebuilding.works = False

@@ -65,6 +65,7 @@ class _Op:
         self,
         data: Tensor,
         meta: Tensor,
+        floats: Tensor,
         slot_elems: int,
         zero_off: int,
         site: int,
@@ -74,7 +75,7 @@ class _Op:
     ) -> None:
         if len(widths) > MAX_SLICES:
             raise ModelError(f"a fused layer of {len(widths)} slices: at most {MAX_SLICES} are served.")
-        self.data, self.meta, self.slot_elems, self.zero_off = data, meta, slot_elems, zero_off
+        self.data, self.meta, self.floats, self.slot_elems, self.zero_off = data, meta, floats, slot_elems, zero_off
         self.site, self.widths, self.max_rank, self.workspace = site, tuple(widths), max_rank, workspace
         self.out_features = sum(self.widths)
         self._triton = HAS_TRITON and data.is_cuda and data.dtype in _TRITON_DTYPES
@@ -83,38 +84,51 @@ class _Op:
         if data.is_cuda:
             # The arena stays where it is while the model is enabled. Unsaid, CUDA graphs under torch.compile would
             # copy all of it at each replay. (As torch._dynamo.mark_static_address, without _dynamo's slow import.)
-            for tensor in (data, meta):
+            for tensor in (data, meta, floats):
                 tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
     def __call__(
-        self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int, cache: dict[Any, Any] | None = None
+        self,
+        y: Tensor,
+        x: Tensor,
+        row_slots: Tensor,
+        rows: int,
+        cache: dict[Any, Any] | None = None,
+        row_starts: Tensor | None = None,
     ) -> Tensor:
-        """Return y with the delta of x added; rows without an adapter keep their bits.
+        """Return `gain * y + shift + delta of x` by each row's adapter; rows without one keep their bits.
 
         Args:
             y: `[..., N]`, what the base layer returned; written in place on CUDA in eager mode.
             x: `[..., K]`, what it was given (an embedding: the ids `[...]`).
-            row_slots, rows, cache: as for `reference.lora_linear`; the cache serves the plain torch path.
+            row_slots, rows, cache, row_starts: as for `reference.lora_linear`; the cache serves the plain torch path.
 
         Raises:
             RoutingError: the tokens do not divide into `rows` rows.
         """
         if self._triton and not _is_compiling():
-            recipe = self._recipes.get((x.shape, rows, x.dtype, y.dtype))
+            recipe = self._recipes.get((x.shape, rows, x.dtype, y.dtype, row_starts is None))
             if recipe is not None and x.is_contiguous() and y.is_contiguous() and not y.requires_grad:
                 source, target = x.data_ptr(), y.data_ptr()
                 if not (source | target) & 15 and _current_device() == self._device:
                     stream, slots, planes = _raw_stream(self._device), row_slots.data_ptr(), self.workspace.pointer
-                    recipe.first(stream, source, slots, planes, self.site)
-                    recipe.second(stream, target, slots, planes, self.site)
+                    starts = slots if row_starts is None else row_starts.data_ptr()
+                    recipe.first(stream, source, slots, starts, planes, self.site)
+                    recipe.second(stream, target, slots, starts, planes, self.site)
                     return y
-        return self._any_other_call(y, x, row_slots, rows, cache)
+        return self._any_other_call(y, x, row_slots, rows, cache, row_starts)
 
     def _any_other_call(
-        self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int, cache: dict[Any, Any] | None
+        self,
+        y: Tensor,
+        x: Tensor,
+        row_slots: Tensor,
+        rows: int,
+        cache: dict[Any, Any] | None,
+        row_starts: Tensor | None,
     ) -> Tensor:
         if _is_compiling() and not y.requires_grad:
-            self._compiled(y, x, row_slots, rows)
+            self._compiled(y, x, row_slots, rows, row_starts)
             return y
         n = y.numel() // self.out_features
         if n == 0 or rows == 0:
@@ -122,15 +136,15 @@ class _Op:
         if n % rows:
             raise RoutingError(f"{n} tokens do not divide into {rows} rows.")
         if not self._triton or y.requires_grad or y.dtype not in _TRITON_DTYPES:
-            return self._plain(y.reshape(n, -1), x, row_slots, rows, cache).view(y.shape)
+            return self._plain(y.reshape(n, -1), x, row_slots, rows, cache, row_starts).view(y.shape)
         target, source = _unit_stride(y.reshape(n, -1)), self._source(x)
         with torch.cuda.device(self._device):
             planes = self.workspace.reserve(self._plane_elems(n, rows, source), self.data.device)
-            recipe = self._launched(target, source, row_slots, planes, rows)
+            recipe = self._launched(target, source, row_slots, planes, rows, row_starts)
         if recipe is not None and x.is_contiguous() and y.is_contiguous():
             if len(self._recipes) >= _MAX_RECIPES:
                 self._recipes.clear()
-            self._recipes[x.shape, rows, x.dtype, y.dtype] = recipe
+            self._recipes[x.shape, rows, x.dtype, y.dtype, row_starts is None] = recipe
         return y if target.data_ptr() == y.data_ptr() else target.view(y.shape)
 
     def _source(self, x: Tensor) -> Tensor:
@@ -139,13 +153,23 @@ class _Op:
     def _plane_elems(self, n: int, rows: int, source: Tensor) -> int:
         raise NotImplementedError
 
-    def _launched(self, y: Tensor, x: Tensor, row_slots: Tensor, planes: Tensor, rows: int) -> Any:
+    def _launched(
+        self, y: Tensor, x: Tensor, row_slots: Tensor, planes: Tensor, rows: int, row_starts: Tensor | None
+    ) -> Any:
         raise NotImplementedError
 
-    def _plain(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int, cache: dict[Any, Any] | None) -> Tensor:
+    def _plain(
+        self,
+        y: Tensor,
+        x: Tensor,
+        row_slots: Tensor,
+        rows: int,
+        cache: dict[Any, Any] | None,
+        row_starts: Tensor | None,
+    ) -> Tensor:
         raise NotImplementedError
 
-    def _compiled(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int) -> None:
+    def _compiled(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int, row_starts: Tensor | None) -> None:
         raise NotImplementedError
 
 
@@ -153,7 +177,7 @@ class LinearOp(_Op):
     """The LoRA branch of one linear layer, of all its slices.
 
     Args:
-        data, meta, slot_elems, zero_off: the arena, as for `reference.lora_linear`.
+        data, meta, floats, slot_elems, zero_off: the arena, as for `reference.lora_linear`.
         site: number of the first slice.
         in_features: K.
         widths: columns of each slice, at most 4; they add up to the layer's N.
@@ -165,6 +189,7 @@ class LinearOp(_Op):
         self,
         data: Tensor,
         meta: Tensor,
+        floats: Tensor,
         slot_elems: int,
         zero_off: int,
         site: int,
@@ -173,7 +198,7 @@ class LinearOp(_Op):
         max_rank: int,
         workspace: Workspace,
     ) -> None:
-        super().__init__(data, meta, slot_elems, zero_off, site, widths, max_rank, workspace)
+        super().__init__(data, meta, floats, slot_elems, zero_off, site, widths, max_rank, workspace)
         self.in_features = in_features
 
     def _source(self, x: Tensor) -> Tensor:
@@ -183,18 +208,30 @@ class LinearOp(_Op):
         slices = len(self.widths)
         return launch.plane_elems(n, rows, self.in_features, slices, self.max_rank, source.dtype, self.data.dtype)
 
-    def _launched(self, y: Tensor, x: Tensor, row_slots: Tensor, planes: Tensor, rows: int) -> Any:
-        arena = (self.data, self.meta, row_slots, planes, rows, self.site)
-        return launch.linear(y, x, *arena, self.widths, self.slot_elems, self.max_rank, self.workspace.recipes)
+    def _launched(
+        self, y: Tensor, x: Tensor, row_slots: Tensor, planes: Tensor, rows: int, row_starts: Tensor | None
+    ) -> Any:
+        arena = (self.data, self.meta, self.floats, row_slots, planes, rows, self.site)
+        return launch.linear(
+            y, x, *arena, self.widths, self.slot_elems, self.max_rank, self.workspace.recipes, row_starts
+        )
 
-    def _plain(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int, cache: dict[Any, Any] | None) -> Tensor:
-        arena = (self.data, self.meta, row_slots, rows, self.site)
+    def _plain(
+        self,
+        y: Tensor,
+        x: Tensor,
+        row_slots: Tensor,
+        rows: int,
+        cache: dict[Any, Any] | None,
+        row_starts: Tensor | None,
+    ) -> Tensor:
+        arena = (self.data, self.meta, self.floats, row_slots, rows, self.site)
         x = x.reshape(-1, self.in_features)
-        return reference.lora_linear(y, x, *arena, self.widths, self.slot_elems, self.zero_off, cache)
+        return reference.lora_linear(y, x, *arena, self.widths, self.slot_elems, self.zero_off, cache, row_starts)
 
-    def _compiled(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int) -> None:
-        arena = (self.data, self.meta, row_slots, rows, self.site)
-        _linear(y, x, *arena, self.widths, self.slot_elems, self.zero_off, self.max_rank)
+    def _compiled(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int, row_starts: Tensor | None) -> None:
+        arena = (self.data, self.meta, self.floats, row_slots, rows, self.site)
+        _linear(y, x, *arena, self.widths, self.slot_elems, self.zero_off, self.max_rank, row_starts)
 
 
 class EmbeddingOp(_Op):
@@ -204,6 +241,7 @@ class EmbeddingOp(_Op):
         self,
         data: Tensor,
         meta: Tensor,
+        floats: Tensor,
         slot_elems: int,
         zero_off: int,
         site: int,
@@ -211,7 +249,7 @@ class EmbeddingOp(_Op):
         max_rank: int,
         workspace: Workspace,
     ) -> None:
-        super().__init__(data, meta, slot_elems, zero_off, site, (width,), max_rank, workspace)
+        super().__init__(data, meta, floats, slot_elems, zero_off, site, (width,), max_rank, workspace)
 
     def _source(self, x: Tensor) -> Tensor:
         return x.reshape(-1).contiguous()
@@ -219,18 +257,32 @@ class EmbeddingOp(_Op):
     def _plane_elems(self, n: int, rows: int, source: Tensor) -> int:
         return n * self.max_rank
 
-    def _launched(self, y: Tensor, x: Tensor, row_slots: Tensor, planes: Tensor, rows: int) -> Any:
-        arena = (self.data, self.meta, row_slots, planes, rows, self.site)
-        return launch.embed(y, x, *arena, self.out_features, self.slot_elems, self.max_rank, self.workspace.recipes)
+    def _launched(
+        self, y: Tensor, x: Tensor, row_slots: Tensor, planes: Tensor, rows: int, row_starts: Tensor | None
+    ) -> Any:
+        arena = (self.data, self.meta, self.floats, row_slots, planes, rows, self.site)
+        return launch.embed(
+            y, x, *arena, self.out_features, self.slot_elems, self.max_rank, self.workspace.recipes, row_starts
+        )
 
-    def _plain(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int, cache: dict[Any, Any] | None) -> Tensor:
-        arena = (self.data, self.meta, row_slots, rows, self.site)
+    def _plain(
+        self,
+        y: Tensor,
+        x: Tensor,
+        row_slots: Tensor,
+        rows: int,
+        cache: dict[Any, Any] | None,
+        row_starts: Tensor | None,
+    ) -> Tensor:
+        arena = (self.data, self.meta, self.floats, row_slots, rows, self.site)
         x = x.reshape(-1)
-        return reference.lora_embedding(y, x, *arena, self.out_features, self.slot_elems, self.zero_off, cache)
+        return reference.lora_embedding(
+            y, x, *arena, self.out_features, self.slot_elems, self.zero_off, cache, row_starts
+        )
 
-    def _compiled(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int) -> None:
-        arena = (self.data, self.meta, row_slots, rows, self.site)
-        _embedding(y, x, *arena, self.slot_elems, self.zero_off, self.max_rank)
+    def _compiled(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int, row_starts: Tensor | None) -> None:
+        arena = (self.data, self.meta, self.floats, row_slots, rows, self.site)
+        _embedding(y, x, *arena, self.slot_elems, self.zero_off, self.max_rank, row_starts)
 
 
 def _unit_stride(t: Tensor) -> Tensor:
@@ -247,6 +299,7 @@ def _linear(
     x: Tensor,
     data: Tensor,
     meta: Tensor,
+    floats: Tensor,
     row_slots: Tensor,
     rows: int,
     site: int,
@@ -254,6 +307,7 @@ def _linear(
     slot_elems: int,
     zero_off: int,
     max_rank: int,
+    row_starts: Tensor | None = None,
 ) -> None:
     """`reference.lora_linear` in place on y `[..., N]`, on any device."""
     n, k = y.numel() // sum(widths), x.shape[-1]
@@ -265,12 +319,13 @@ def _linear(
         elems = launch.plane_elems(n, rows, k, len(widths), max_rank, x.dtype, data.dtype)
         with torch.cuda.device(y.device):
             planes = torch.empty(elems, dtype=torch.float32, device=y.device)
-            arena = (data, meta, row_slots, planes, rows, site)
-            launch.linear(target, source, *arena, widths, slot_elems, max_rank, _compiled_recipes)
+            tensors = (data, meta, floats, row_slots, planes, rows, site)
+            launch.linear(target, source, *tensors, widths, slot_elems, max_rank, _compiled_recipes, row_starts)
         if target.data_ptr() != y.data_ptr():
             y.copy_(target.view(y.shape))
         return
-    out = reference.lora_linear(target, source, data, meta, row_slots, rows, site, widths, slot_elems, zero_off)
+    arena = (data, meta, floats, row_slots, rows, site)
+    out = reference.lora_linear(target, source, *arena, widths, slot_elems, zero_off, None, row_starts)
     y.copy_(out.view(y.shape))
 
 
@@ -280,12 +335,14 @@ def _embedding(
     ids: Tensor,
     data: Tensor,
     meta: Tensor,
+    floats: Tensor,
     row_slots: Tensor,
     rows: int,
     site: int,
     slot_elems: int,
     zero_off: int,
     max_rank: int,
+    row_starts: Tensor | None = None,
 ) -> None:
     """`reference.lora_embedding` in place on y `[..., width]`, on any device."""
     n, width = ids.numel(), y.shape[-1]
@@ -296,12 +353,13 @@ def _embedding(
         target = _unit_stride(target)
         with torch.cuda.device(y.device):
             planes = torch.empty(n * max_rank, dtype=torch.float32, device=y.device)
-            arena = (data, meta, row_slots, planes, rows, site)
-            launch.embed(target, source, *arena, width, slot_elems, max_rank, _compiled_recipes)
+            tensors = (data, meta, floats, row_slots, planes, rows, site)
+            launch.embed(target, source, *tensors, width, slot_elems, max_rank, _compiled_recipes, row_starts)
         if target.data_ptr() != y.data_ptr():
             y.copy_(target.view(y.shape))
         return
-    out = reference.lora_embedding(target, source, data, meta, row_slots, rows, site, width, slot_elems, zero_off)
+    arena = (data, meta, floats, row_slots, rows, site)
+    out = reference.lora_embedding(target, source, *arena, width, slot_elems, zero_off, None, row_starts)
     y.copy_(out.view(y.shape))
 
 

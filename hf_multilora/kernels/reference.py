@@ -1,6 +1,9 @@
 """The definition in plain torch, in fp32; also the path of every device without Triton (CPU, MPS, XPU).
 
-    y[t] += (x[t] · A[slot(t)]ᵀ) · Bt[slot(t)]        for tokens t with slot(t) >= 0 and rank(slot(t)) > 0
+    y[t] = gain[slot(t)] * y[t] + shift[slot(t)] + (x[t] · A[slot(t)]ᵀ) · Bt[slot(t)]
+
+for tokens t with slot(t) >= 0, from their row's start on, where the slot has any of the three at this site. An absent
+gain or shift changes no bit of the row (y * 1 and y + -0.0 are y).
 
 The factors of all rows are gathered into one batch of `rows` matrices, padded with zero rows to a common rank, and two
 batched products do the rest. The batch always holds every row, inactive ones too, and the padded rank is a multiple of
@@ -18,25 +21,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# Entries of the table for one site of a slot: offset of A, offset of Bt, rank, offset of gain, offset of shift. The
+# first two count elements of the adapters' dtype from the slot's first byte, the last two fp32 elements; 0 = absent.
+META = 5
 RANK_STEP = 16
 # Gathered factors are kept from one step to the next up to this size; larger batches gather again at each call.
 CACHE_BYTES = 256 << 20
 
 
 class _Factors(NamedTuple):
-    """What one site contributes to one batch; `a` and `b` are None where they are gathered at each call."""
+    """What one site contributes to one batch; tensors gathered at each call rather than kept are None."""
 
-    rank: int  # padded; 0: no row trained this site
-    active: Tensor | None  # bool [rows, 1, 1]; None: every row is active
-    valid: Tensor | None  # bool [rows, 1, rank]; None: every row fills the padded rank
-    a_index: Tensor | None  # linear: [rows * rank] starts of A's rows; embedding: [rows] starts of A
-    b_index: Tensor | None  # [rows * rank] starts of Bt's rows
-    ranks: Tensor | None  # [rows] true ranks, 0 for inactive rows
-    a: Tensor | None
-    b: Tensor | None
-
-
-_NOTHING = _Factors(0, None, None, None, None, None, None, None)
+    touched: bool  # any row has a delta, a gain or a shift here
+    rank: int = 0  # padded; 0: no row has a delta
+    active: Tensor | None = None  # bool [rows, 1, 1]; None: every row is active
+    valid: Tensor | None = None  # bool [rows, 1, rank]; None: every row fills the padded rank
+    a_index: Tensor | None = None  # linear: [rows * rank] starts of A's rows; embedding: [rows] starts of A
+    b_index: Tensor | None = None  # [rows * rank] starts of Bt's rows
+    gain_index: Tensor | None = None  # [rows] starts of the gains, -1 where absent; None: no row has one
+    shift_index: Tensor | None = None
+    ranks: Tensor | None = None  # [rows] true ranks, 0 for inactive rows
+    a: Tensor | None = None
+    b: Tensor | None = None
+    gain: Tensor | None = None  # [rows, 1, width]
+    shift: Tensor | None = None
 
 
 def _rows_at(data: Tensor, index: Tensor, width: int) -> Tensor:
@@ -49,33 +57,42 @@ def _locate(
 ) -> _Factors:
     slots = row_slots[:rows].long()
     safe = slots.clamp(min=0)
-    entry = meta[:, 3 * site : 3 * site + 3].index_select(0, safe)
-    ranks = torch.where(slots >= 0, entry[:, 2], 0)
-    low, high = (int(v) for v in torch.aminmax(ranks))
-    if high == 0:
-        return _NOTHING
+    entry = meta[:, META * site : META * site + META].index_select(0, safe)
+    entry = torch.where((slots >= 0)[:, None], entry, 0)
+    ranks, gains, shifts = entry[:, 2], entry[:, 3], entry[:, 4]
+    used = ranks | gains | shifts
+    low, high, unused, gain, shift = torch.stack(
+        (ranks.min(), ranks.max(), (used == 0).any(), gains.any(), shifts.any())
+    ).tolist()
+    if not (high or gain or shift):
+        return _Factors(touched=False)
+    slot_floats = slot_elems * data.dtype.itemsize // 4
+    found = _Factors(
+        touched=True,
+        active=(used != 0).view(rows, 1, 1) if unused else None,
+        gain_index=torch.where(gains > 0, safe * slot_floats + gains, -1) if gain else None,
+        shift_index=torch.where(shifts > 0, safe * slot_floats + shifts, -1) if shift else None,
+    )
+    if not high:
+        return found
     rank = -(-high // RANK_STEP) * RANK_STEP
     steps = torch.arange(rank, device=data.device)
     valid = steps < ranks[:, None]
     base = safe * slot_elems
     a_start, b_start = base + entry[:, 0], base + entry[:, 1]
-    a_index = torch.where(valid, a_start[:, None] + steps * k, zero_off).view(-1) if k else a_start
-    b_index = torch.where(valid, b_start[:, None] + steps * n, zero_off).view(-1)
-    return _Factors(
-        rank,
-        active=None if low > 0 else (ranks > 0).view(rows, 1, 1),
+    return found._replace(
+        rank=rank,
         valid=None if low == rank else valid.view(rows, 1, rank),
-        a_index=a_index,
-        b_index=b_index,
+        a_index=torch.where(valid, a_start[:, None] + steps * k, zero_off).view(-1) if k else a_start,
+        b_index=torch.where(valid, b_start[:, None] + steps * n, zero_off).view(-1),
         ranks=ranks,
-        a=None,
-        b=None,
     )
 
 
 def _factors(
     data: Tensor,
     meta: Tensor,
+    floats: Tensor,
     row_slots: Tensor,
     rows: int,
     site: int,
@@ -93,13 +110,16 @@ def _factors(
         return found
     found = _locate(data, meta, row_slots, rows, site, slot_elems, zero_off, k, n)
     if cache is not None:
-        size = rows * found.rank * (k + n) * dtype.itemsize
+        vectors = (found.gain_index is not None) + (found.shift_index is not None)
+        size = rows * (found.rank * (k + n) + vectors * n) * dtype.itemsize
         used = cache.get("bytes", 0)
-        if found.rank and used + size <= CACHE_BYTES:
+        if found.touched and used + size <= CACHE_BYTES:
             cache["bytes"] = used + size
             found = found._replace(
-                a=_gather(data, found.a_index, rows, found.rank, k, dtype) if k else None,
-                b=_gather(data, found.b_index, rows, found.rank, n, dtype),
+                a=_gather(data, found.a_index, rows, found.rank, k, dtype) if found.rank and k else None,
+                b=_gather(data, found.b_index, rows, found.rank, n, dtype) if found.rank else None,
+                gain=_gather_vector(floats, found.gain_index, n, 1.0, dtype),
+                shift=_gather_vector(floats, found.shift_index, n, -0.0, dtype),
             )
         cache[key] = found
     return found
@@ -110,14 +130,51 @@ def _gather(data: Tensor, index: Tensor | None, rows: int, rank: int, width: int
     return _rows_at(data, index, width).to(dtype).view(rows, rank, width)
 
 
-def _add(y: Tensor, h: Tensor, f: _Factors, data: Tensor, rows: int, width: int) -> Tensor:
-    """`y + h·Bt` on active rows and y's own bits on the others; y [rows, T, width], h [rows, T, rank]."""
-    if f.valid is not None:
-        # A padded column of h is 0 · x, which is NaN where x is infinite; it must not reach the row through 0 of Bt.
-        h = torch.where(f.valid, h, 0)
-    b = f.b if f.b is not None else _gather(data, f.b_index, rows, f.rank, width, h.dtype)
-    out = torch.bmm(h, b).add_(y).to(y.dtype)
-    return out if f.active is None else torch.where(f.active, out, y)
+def _gather_vector(
+    floats: Tensor, index: Tensor | None, width: int, absent: float, dtype: torch.dtype
+) -> Tensor | None:
+    """`[rows, 1, width]`, `absent` in rows whose index is -1; None where there is no index."""
+    if index is None:
+        return None
+    found = _rows_at(floats, index.clamp(min=0), width)
+    return torch.where((index >= 0)[:, None], found, absent).to(dtype)[:, None]
+
+
+def _apply(
+    y: Tensor, h: Tensor | None, f: _Factors, data: Tensor, floats: Tensor, rows: int, width: int, live: Tensor | None
+) -> Tensor:
+    """`gain * y + shift + h·Bt` on active rows' live tokens, y's own bits on the others.
+
+    y `[rows, T, width]`; h `[rows, T, rank]`, None where no row has a delta; live bool `[rows, T, 1]`, None = all.
+    """
+    dtype = compute_dtype(y)
+    base = y
+    gain = f.gain if f.gain is not None else _gather_vector(floats, f.gain_index, width, 1.0, dtype)
+    shift = f.shift if f.shift is not None else _gather_vector(floats, f.shift_index, width, -0.0, dtype)
+    if gain is not None:
+        base = base.to(dtype) * gain
+    if shift is not None:
+        base = base.to(dtype) + shift
+    if h is None:
+        # What the product of a rank of 0 would add: -0.0 must not depend on the neighbours either.
+        out = (base + 0.0).to(y.dtype)
+    else:
+        if f.valid is not None:
+            # A padded column of h is 0 · x, which is NaN where x is infinite; it must not reach the row through 0 of
+            # Bt.
+            h = torch.where(f.valid, h, 0)
+        b = f.b if f.b is not None else _gather(data, f.b_index, rows, f.rank, width, h.dtype)
+        out = torch.bmm(h, b).add_(base).to(y.dtype)
+    active = f.active
+    if live is not None:
+        active = live if active is None else live & active
+    return out if active is None else torch.where(active, out, y)
+
+
+def _live(row_starts: Tensor | None, rows: int, tokens: int) -> Tensor | None:
+    if row_starts is None:
+        return None
+    return (torch.arange(tokens, device=row_starts.device) >= row_starts[:rows, None])[..., None]
 
 
 def compute_dtype(y: Tensor) -> torch.dtype:
@@ -130,6 +187,7 @@ def lora_linear(
     x: Tensor,
     data: Tensor,
     meta: Tensor,
+    floats: Tensor,
     row_slots: Tensor,
     rows: int,
     site: int,
@@ -137,41 +195,52 @@ def lora_linear(
     slot_elems: int,
     zero_off: int,
     cache: dict[Any, Any] | None = None,
+    row_starts: Tensor | None = None,
 ) -> Tensor:
-    """Add every row's own LoRA delta to a linear layer's output.
+    """Apply every row's own adapter to a linear layer's output: `gain * y + shift + x·Aᵀ·Bt`.
 
     Args:
         y: `[n, N]`, what the base layer returned; `N = sum(widths)`. Token t belongs to row `t // (n // rows)`.
         x: `[n, K]`, what it was given.
         data: flat view of the arena in the adapters' dtype; A is `[rank, K]`, Bt `[rank, width]` with the scaling.
-        meta: int64 `[max_loras, >= 3 * n_sites]`; `meta[slot, 3 * site:]` = offset of A, offset of Bt, rank; offsets
-            in elements from the slot's start.
+        meta: int64 `[max_loras, >= META * n_sites]`; `meta[slot, META * site:]` = offset of A, offset of Bt, rank,
+            offset of gain, offset of shift; offsets in elements of `data`, of the last two of `floats`, from the
+            slot's start; gain and shift are `[width]`, 0 = absent.
+        floats: flat fp32 view of the whole arena.
         row_slots: int32 `[>= rows]`, the slot of each row; -1 = base.
         site: number of the first slice; slice i is `site + i` and adds to the columns after `sum(widths[:i])`.
         slot_elems: elements from one slot to the next.
         zero_off: first element of a run of zeros in `data`, at least as long as any row of a factor.
         cache: a dict that the caller owns and drops as soon as `row_slots` or a slot's contents change.
+        row_starts: int32 `[>= rows]`; a row's tokens before its start (counted within the row) are the base's. None:
+            all tokens of all rows are active.
 
     Returns:
-        A new `[n, N]` in y's dtype; rows without an adapter, or whose adapter did not train the site, are y's bits.
+        A new `[n, N]` in y's dtype; rows without an adapter, or whose adapter did not train the site, and tokens
+        before their row's start are y's bits.
     """
     n, k = x.shape
     if n == 0 or rows == 0:
         return y
     dtype = compute_dtype(y)
     y3, x3 = y.view(rows, n // rows, -1), x.view(rows, n // rows, k)
+    live = _live(row_starts, rows, n // rows)
     xc: Tensor | None = None
-    pieces, start = [], 0
+    pieces, start, touched = [], 0, False
     for i, width in enumerate(widths):
         piece = y3[..., start : start + width]
         start += width
-        f = _factors(data, meta, row_slots, rows, site + i, slot_elems, zero_off, k, width, dtype, cache)
-        if f.rank:
-            xc = x3.to(dtype) if xc is None else xc
-            a = f.a if f.a is not None else _gather(data, f.a_index, rows, f.rank, k, dtype)
-            piece = _add(piece, torch.bmm(xc, a.transpose(1, 2)), f, data, rows, width)
+        f = _factors(data, meta, floats, row_slots, rows, site + i, slot_elems, zero_off, k, width, dtype, cache)
+        if f.touched:
+            h = None
+            if f.rank:
+                xc = x3.to(dtype) if xc is None else xc
+                a = f.a if f.a is not None else _gather(data, f.a_index, rows, f.rank, k, dtype)
+                h = torch.bmm(xc, a.transpose(1, 2))
+            piece = _apply(piece, h, f, data, floats, rows, width, live)
+            touched = True
         pieces.append(piece)
-    if xc is None:
+    if not touched:
         return y
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)).view(n, -1)
 
@@ -181,6 +250,7 @@ def lora_embedding(
     ids: Tensor,
     data: Tensor,
     meta: Tensor,
+    floats: Tensor,
     row_slots: Tensor,
     rows: int,
     site: int,
@@ -188,28 +258,32 @@ def lora_embedding(
     slot_elems: int,
     zero_off: int,
     cache: dict[Any, Any] | None = None,
+    row_starts: Tensor | None = None,
 ) -> Tensor:
-    """Add every row's own LoRA delta to an embedding's output: `y[t] += A[slot(t)][ids[t]] · Bt[slot(t)]`.
+    """Apply every row's own adapter to an embedding's output: `gain * y[t] + shift + A[ids[t]] · Bt`.
 
     Args:
         y: `[n, width]`; ids: integers `[n]`. A is stored `[V, rank]`, so that a token's factor is one run of memory.
         Others as for `lora_linear`.
 
     Returns:
-        A new `[n, width]` in y's dtype; rows without an adapter here are y's bits.
+        A new `[n, width]` in y's dtype; rows without an adapter here, and tokens before their start, are y's bits.
     """
     n = ids.numel()
     if n == 0 or rows == 0:
         return y
     dtype = compute_dtype(y)
-    f = _factors(data, meta, row_slots, rows, site, slot_elems, zero_off, 0, width, dtype, cache)
-    if not f.rank:
+    f = _factors(data, meta, floats, row_slots, rows, site, slot_elems, zero_off, 0, width, dtype, cache)
+    if not f.touched:
         return y
-    assert f.a_index is not None and f.ranks is not None
-    steps = torch.arange(f.rank, device=data.device)
-    start = f.a_index[:, None] + ids.view(rows, -1).long() * f.ranks[:, None]
-    index = start[..., None] + steps
-    if f.valid is not None:
-        index = torch.where(f.valid, index, zero_off)
-    h = data.index_select(0, index.view(-1)).to(dtype).view(rows, n // rows, f.rank)
-    return _add(y.view(rows, n // rows, width), h, f, data, rows, width).view(n, width)
+    h = None
+    if f.rank:
+        assert f.a_index is not None and f.ranks is not None
+        steps = torch.arange(f.rank, device=data.device)
+        start = f.a_index[:, None] + ids.view(rows, -1).long() * f.ranks[:, None]
+        index = start[..., None] + steps
+        if f.valid is not None:
+            index = torch.where(f.valid, index, zero_off)
+        h = data.index_select(0, index.view(-1)).to(dtype).view(rows, n // rows, f.rank)
+    live = _live(row_starts, rows, n // rows)
+    return _apply(y.view(rows, n // rows, width), h, f, data, floats, rows, width, live).view(n, width)

@@ -4,7 +4,8 @@
     planes: fp32 [split, n, slices, max_rank]; expand adds the planes up, in order
 
 No zero fill and no atomics: expand reads exactly what was written here, i.e. `j < rank` of rows with an adapter. A row
-without one, or whose adapter did not train the slice, leaves at once. The true rank bounds every loop.
+without one, or whose adapter did not train the slice, leaves at once, as do tokens before their row's start. The true
+rank bounds every loop.
 
 Two kernels, chosen by the shape of the call: one program per token with multiply-and-sum where a row has few tokens
 (decode), tiles of one row's tokens with `tl.dot` where it has many (prefill). Addresses are int64 up to the first
@@ -19,16 +20,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .lookup import factor_start, sharing_slice, table_entry
+from .lookup import META, factor_start, sharing_slice, table_entry
 from .tuning import ShrinkTiling
 
 _DYNAMIC = ["site", "n", "blocks", "meta_stride"]
+_UNALIGNED = ["row_slots_ptr", "row_starts_ptr", "meta_ptr", "h_ptr"]
 
 
-@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=["row_slots_ptr", "meta_ptr", "h_ptr"])
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_UNALIGNED)
 def shrink_rows(
     x_ptr,
     row_slots_ptr,
+    row_starts_ptr,
     h_ptr,
     site,
     data_ptr,
@@ -49,17 +52,22 @@ def shrink_rows(
     BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
     DOT: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     """One token, one chunk of K, one slice. Grid [n, split, slices]."""
     t = tl.program_id(0)
     s = tl.program_id(1)
     i = tl.program_id(2)
-    slot = tl.load(row_slots_ptr + t // per_row)
-    if slot < 0:
+    row = t // per_row
+    slot = tl.load(row_slots_ptr + row)
+    idle = slot < 0
+    if STARTS:
+        idle |= t - row * per_row < tl.load(row_starts_ptr + row)
+    if idle:
         return
     first = table_entry(meta_ptr, meta_stride, slot, site)
-    a_off = tl.load(first + 3 * i)
-    rank = tl.load(first + 3 * i + 2).to(tl.int32)
+    a_off = tl.load(first + META * i)
+    rank = tl.load(first + META * i + 2).to(tl.int32)
     # Offsets are never negative; asking makes the two loads leave together instead of one after the other.
     if (rank == 0) | (a_off < 0):
         return
@@ -81,10 +89,11 @@ def shrink_rows(
         tl.store(h_row + r, tl.sum(acc, axis=1), mask=r < rank)
 
 
-@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=["row_slots_ptr", "meta_ptr", "h_ptr"])
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_UNALIGNED)
 def shrink_tiles(
     x_ptr,
     row_slots_ptr,
+    row_starts_ptr,
     h_ptr,
     site,
     data_ptr,
@@ -105,24 +114,28 @@ def shrink_tiles(
     BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
     DOT: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     """BLOCK_M tokens of one row, one chunk of K, one slice. Grid [rows * blocks, split, slices]."""
     row = tl.program_id(0) // blocks
     s = tl.program_id(1)
     i = tl.program_id(2)
+    m_start = (tl.program_id(0) % blocks) * BLOCK_M
     slot = tl.load(row_slots_ptr + row)
-    if slot < 0:
+    idle = slot < 0
+    if STARTS:
+        idle |= m_start + BLOCK_M <= tl.load(row_starts_ptr + row)
+    if idle:
         return
     first = table_entry(meta_ptr, meta_stride, slot, site)
-    a_off = tl.load(first + 3 * i)
-    rank = tl.load(first + 3 * i + 2).to(tl.int32)
+    a_off = tl.load(first + META * i)
+    rank = tl.load(first + META * i + 2).to(tl.int32)
     # Offsets are never negative; asking makes the two loads leave together instead of one after the other.
     if (rank == 0) | (a_off < 0):
         return
     if N_SLICES > 1 and sharing_slice(first, i, a_off, rank, N_SLICES) != i:
         return
     a_ptr = factor_start(data_ptr, slot, slot_elems, a_off, ALIGN)
-    m_start = (tl.program_id(0) % blocks) * BLOCK_M
     m = tl.arange(0, BLOCK_M)
     m_stop = per_row - m_start
     t = row.to(tl.int64) * per_row + m_start
@@ -151,6 +164,7 @@ def shrink_tiles(
 def prepare(
     x: Tensor,
     row_slots: Tensor,
+    row_starts: Tensor | None,
     planes: Tensor,
     data: Tensor,
     meta: Tensor,
@@ -164,7 +178,8 @@ def prepare(
     """The launch of one shrink: kernel, grid, arguments in order, compile options.
 
     x `[n, K]` with unit stride along K; planes: fp32, at least `split * n * slices * max_rank` elements.
-    The first four arguments are those that change from call to call or from layer to layer.
+    The first five arguments are those that change from call to call or from layer to layer. Where there are no
+    row_starts, a pointer that is not read takes their place.
     """
     n, k = x.shape
     per_row = n // rows
@@ -172,6 +187,7 @@ def prepare(
     args = (
         x,
         row_slots,
+        row_slots if row_starts is None else row_starts,
         planes,
         site,
         data,
@@ -192,6 +208,7 @@ def prepare(
         tiling.block_r,
         tiling.stages,
         tiling.dot,
+        row_starts is not None,
     )
     grid = (rows * blocks if tiling.tiles else n, tiling.split, slices)
     return (shrink_tiles if tiling.tiles else shrink_rows), grid, args, {"num_warps": tiling.warps}

@@ -15,12 +15,13 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..routing import Routing, Unrouted
+from ..errors import RoutingError
+from ..routing import Routing, RowState
 
 # What accelerate puts on a module that it hooks. It stays on the base layer: a wrapper that seemed to be hooked would
 # be handed the base's own forward as "the old one", and the adapters would be lost without a word.
 _HOOKED = ("forward", "_hf_hook", "_old_forward")
-_OWN = ("base_layer", "_routing", "_sites", "_op", "_path")
+_OWN = ("base_layer", "_routing", "_sites", "_op", "_path", "_scattered", "extra", "positions")
 
 
 @functools.cache
@@ -39,14 +40,17 @@ class LoraLayer(nn.Module):
     _sites: frozenset[int]
     _op: Any
     _path: str
+    _scattered: str  # why its inputs do not begin with rows; empty where they do
 
     @classmethod
-    def wrap(cls, base: nn.Module, path: str, routing: Routing) -> LoraLayer:
+    def wrap(cls, base: nn.Module, path: str, routing: Routing, scattered: str = "") -> LoraLayer:
         """Make a wrapper of `base`, of a class that derives from this one and from the base's own class."""
         wrapped: Any = _class_for(cls, type(base))  # type: ignore[arg-type]
         self: LoraLayer = wrapped.__new__(wrapped)
         self.__dict__.update({k: v for k, v in base.__dict__.items() if k not in _HOOKED})
-        self.__dict__.update(base_layer=base, _routing=routing, _sites=frozenset(), _op=None, _path=path)
+        self.__dict__.update(
+            base_layer=base, _routing=routing, _sites=frozenset(), _op=None, _path=path, _scattered=scattered
+        )
         return self
 
     @classmethod
@@ -101,20 +105,59 @@ class LoraLayer(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.base_layer.__reduce_ex__(protocol)
 
-    def _delta(self, y: torch.Tensor, x: torch.Tensor, flat: bool) -> torch.Tensor:
-        """`y` with the deltas of the rows' adapters; the caller has seen that some adapter is active.
+    def _adapted(self, y: torch.Tensor, x: torch.Tensor, flat: bool) -> torch.Tensor:
+        """The base's output `y` for the input `x`, as the rows' adapters change it.
 
         Args:
             flat: whether the first dimension of `x` may count tokens of a batch that was flattened row by row.
         """
         routing = self._routing
-        state = routing.state
-        if isinstance(state, Unrouted):
-            raise state.error(self._path)
         if torch.compiler.is_compiling():
+            if not routing.traced:
+                return y
+            if routing.refused:
+                raise RoutingError(
+                    f"{self._path}: an adapter of this batch is an aLoRA in its prompt, or saves whole modules, which "
+                    "compiled forwards do not serve."
+                )
             return self._op(y, x, routing.static, routing.compiled_rows(x.shape, flat, self._path))
-        if state is None or self._sites.isdisjoint(state.touched):
+        state = routing.state
+        if isinstance(state, RowState):
+            if (
+                state.plain
+                and x.shape[0] == state.rows
+                and not self._scattered
+                and not self._sites.isdisjoint(state.touched)
+            ):
+                return self._op(y, x, state.tensor, state.rows, state.memo)  # what nearly every layer does
+            return self._changed(y, x, flat, state)
+        return y if state is None else state.serve(lambda: self._adapted(y, x, flat), y, self._path)
+
+    def _changed(self, y: torch.Tensor, x: torch.Tensor, flat: bool, state: RowState) -> torch.Tensor:
+        """`y` under a state: deltas first, then what is saved whole."""
+        return self._delta(y, x, flat, state)
+
+    def _delta(self, y: torch.Tensor, x: torch.Tensor, flat: bool, state: RowState) -> torch.Tensor:
+        if self._sites.isdisjoint(state.touched):
             return y
-        if x.shape[0] != state.rows:
-            state = state.for_shape(x.shape, flat, self._path)
-        return self._op(y, x, state.tensor, state.rows, state.memo)
+        if not isinstance(y, torch.Tensor):
+            raise RoutingError(f"{self._path} returns a {type(y).__name__}, to which no delta can be added.")
+        state = self._fitted(state, x.shape, flat)
+        if state.starts is None:
+            return self._op(y, x, state.tensor, state.rows, state.memo)
+        return self._op(y, x, state.tensor, state.rows, state.memo, state.starts_for(self._tokens(x, state.rows)))
+
+    def _fitted(self, state: RowState, shape: torch.Size, flat: bool) -> RowState:
+        """The state whose rows are those of an input of this shape."""
+        if self._scattered and not state.same:
+            raise RoutingError(
+                f"{self._path} does not see rows of the batch first ({self._scattered}). It can serve one adapter at "
+                "a time: pass one id (a string) for all rows."
+            )
+        if shape[0] == state.rows:
+            return state
+        return state.for_shape(shape, flat, self._routing.tokens, self._path)
+
+    def _tokens(self, x: torch.Tensor, rows: int) -> int:
+        """Tokens of each row in `x`."""
+        return x.shape[:-1].numel() // rows

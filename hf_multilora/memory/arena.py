@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..errors import ConfigError, SlotError
-from .layout import SLOT_ALIGN, Layout, align
+from .extras import SavedTensor
+from .layout import META, SLOT_ALIGN, Layout, align
 
 
 def arena_bytes(layout: Layout, max_loras: int, slot_bytes: int, dtype: torch.dtype) -> int:
@@ -28,7 +29,10 @@ class Arena:
     Attributes:
         storage: uint8 [max_loras * slot_bytes + tail].
         data: the same bytes in the lora dtype, flat.
-        meta: int64 [max_loras, slot_bytes // 8]; `meta[s, 3 * site + i]` is (a_off, b_off, rank)[i] of that site.
+        floats: the same bytes in float32, flat, the tail included; gain_off and shift_off count in it from the slot's
+            first element, `s * slot_bytes // 4`.
+        meta: int64 [max_loras, slot_bytes // 8]; `meta[s, 5 * site + i]` is (a_off, b_off, rank, gain_off,
+            shift_off)[i] of that site.
         tail: the zeros at the end; at least `layout.max_dim` elements.
         zero_off: index in `data` of the first element of the zeros.
         slot_elems: elements of one slot.
@@ -40,6 +44,7 @@ class Arena:
 
     storage: torch.Tensor
     data: torch.Tensor
+    floats: torch.Tensor
     meta: torch.Tensor
     tail: torch.Tensor
 
@@ -70,13 +75,13 @@ class Arena:
             ) from error
         slots = self.max_loras * slot_bytes
         with torch.inference_mode(False):
-            data = storage.view(dtype)
+            data, floats = storage.view(dtype), storage.view(torch.float32)
             meta = storage[:slots].view(torch.int64).view(self.max_loras, slot_bytes // 8)
             tail = data[slots // dtype.itemsize :]
         if storage.is_cuda:
             # Copies and forwards come on other streams: none may see memory that is not zeroed yet.
             torch.cuda.current_stream(storage.device).synchronize()
-        self.storage, self.data, self.meta, self.tail = storage, data, meta, tail
+        self.storage, self.data, self.floats, self.meta, self.tail = storage, data, floats, meta, tail
         self.device, self.dtype = storage.device, dtype
         self.slot_bytes, self.slot_elems = slot_bytes, slot_bytes // dtype.itemsize
         self.zero_off = slots // dtype.itemsize
@@ -89,12 +94,16 @@ class Arena:
         """The bytes of one slot, uint8 [slot_bytes]."""
         return self.storage[index * self.slot_bytes : (index + 1) * self.slot_bytes]
 
+    def view(self, slot: int, saved: SavedTensor) -> torch.Tensor:
+        """A saved tensor of the adapter in a slot, as a view; the slot's lease says what `saved` may be."""
+        return saved.view(self.slot(slot))
+
     def header(self, index: int) -> torch.Tensor:
-        """The table of one slot, int64 [n_sites, 3] = (a_off, b_off, rank)."""
-        return self.meta[index, : 3 * self.layout.n_sites].view(self.layout.n_sites, 3)
+        """The table of one slot, int64 [n_sites, 5] = (a_off, b_off, rank, gain_off, shift_off)."""
+        return self.meta[index, : META * self.layout.n_sites].view(self.layout.n_sites, META)
 
     def clear(self, index: int) -> None:
-        """Mark every site of a slot as not trained."""
+        """Mark every site of a slot as not touched."""
         self.header(index).zero_()
 
     def to(self, device: torch.device | str, dtype: torch.dtype, slot_bytes: int | None = None) -> Arena:

@@ -20,6 +20,7 @@ import torch
 from ..config import MultiLoraConfig
 from ..errors import SlotError
 from .arena import Arena
+from .extras import BaseDtype
 from .layout import Layout
 from .lease import Grant, Line, Ticket
 from .pack import PackedAdapter
@@ -49,6 +50,7 @@ class StoreCore:
         self._lost: deque[Grant] = deque()  # leases that were collected without a release
         self._unhashed: set[Entry] = set()  # dropped from host memory, content not hashed yet
         self._tick = 0
+        self._base_dtype: BaseDtype | None = None
 
     @property
     def pin_memory(self) -> bool:
@@ -119,14 +121,16 @@ class StoreCore:
         slot.ready = self._transfer.start(slot.index, packed, slot.last_use.values())
         slot.last_use = {}  # whoever comes next waits for the copy, which waited for these
         slot.label, slot.names = label, tuple(entry.name for entry in entries)
-        slot.sites = frozenset(packed.ranks)
+        slot.sites, slot.extras = frozenset(packed.ranks), packed.extras
         slot.pinned = entries[0].pinned and tag == entries[0].tag
         slot.tag = tag
         self._slots.counters.nbytes += packed.nbytes
 
     def _in_dtype(self, packed: PackedAdapter) -> PackedAdapter:
-        """The block in the slots' dtype, where it was made before a retarget."""
-        return packed if packed.dtype == self.arena.dtype else packed.to(self.arena.dtype, pin=self.pin_memory)
+        """The block in the dtypes of slots and base, where it was made before a retarget."""
+        if packed.dtype == self.arena.dtype and packed.extras.follows(self._base_dtype):
+            return packed
+        return packed.to(self.arena.dtype, pin=self.pin_memory, base_dtype=self._base_dtype)
 
     def _refill_pins(self) -> None:
         """Give pinned adapters that were reloaded their slots back, as soon as there are any."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .arena import arena_bytes
-from .layout import SLOT_ALIGN, Layout, align
+from .layout import FACTOR_ALIGN, SLOT_ALIGN, Layout, align
 
 _LARGEST = 8
 
@@ -21,6 +21,7 @@ def estimate_memory(
     ranks: int | Mapping[str, int] | None = None,
     *,
     slot_bytes: int | None = None,
+    saved: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Bytes of the arena, of a slot, and of one adapter.
 
@@ -29,19 +30,23 @@ def estimate_memory(
         max_loras, max_lora_rank, slot_bytes: as in MultiLoraConfig.
         dtype: of the slots.
         ranks: of an adapter: one rank for every site, or module path -> rank; None: max_lora_rank everywhere.
+        saved: what an adapter saves whole (a head, an embedding, a norm): parameter name -> bytes in the base's dtype.
 
     Returns:
         "arena": all of what is allocated on the device; "slot": one slot; "header": its table; "tail": the zeros at
-        the end of the arena; "adapter": one adapter's block, in host memory and as copied into a slot (factors shared
-        between sites count each time); "largest": module path -> bytes of its factors in a slot at max_lora_rank, the
-        largest ones first.
+        the end of the arena; "adapter": one adapter's block, in host memory and as copied into a slot: plain factors
+        (those shared between sites count each time) and what is in `saved`; where it is more than "slot", slot_bytes
+        has to be raised to it; "largest": module path -> bytes of its factors, gain and shift in a slot at
+        max_lora_rank, and what is in `saved`, the largest ones first.
     """
     itemsize = dtype.itemsize
     slot = align(slot_bytes or layout.default_slot_bytes(max_lora_rank, dtype), SLOT_ALIGN)
     arena = arena_bytes(layout, max_loras, slot, dtype)
     by_path: dict[str, int] = {}
     for site in layout.sites:
-        by_path[site.path] = by_path.get(site.path, 0) + site.nbytes(max_lora_rank, itemsize)
+        nbytes = site.nbytes(max_lora_rank, itemsize) + 2 * site.vector_bytes
+        by_path[site.path] = by_path.get(site.path, 0) + nbytes
+    whole = {name: align(nbytes, FACTOR_ALIGN) for name, nbytes in (saved or {}).items()}
     if isinstance(ranks, Mapping):
         by_site = {site.index: ranks[site.path] for site in layout.sites if ranks.get(site.path)}
     else:
@@ -51,6 +56,6 @@ def estimate_memory(
         "slot": slot,
         "header": layout.header_bytes,
         "tail": arena - max_loras * slot,
-        "adapter": layout.packed_bytes(by_site, dtype),
-        "largest": dict(sorted(by_path.items(), key=lambda item: -item[1])[:_LARGEST]),
+        "adapter": layout.packed_bytes(by_site, dtype) + sum(whole.values()),
+        "largest": dict(sorted((by_path | whole).items(), key=lambda item: -item[1])[:_LARGEST]),
     }

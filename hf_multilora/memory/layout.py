@@ -3,11 +3,13 @@
 A site is one slice of one wrapped layer. Sites are numbered over the whole model in the order of the targets; the
 slices of one layer are consecutive, in the order of its output rows. A host block and a slot hold the same bytes:
 
-    header   int64 [n_sites, 3] = (a_off, b_off, rank), padded to 256 bytes. Offsets count elements of the lora dtype
-             from the first byte of the slot; rank 0 = not trained, with offsets 0
-    factors  each at a multiple of 64 bytes
+    header   int64 [n_sites, 5] = (a_off, b_off, rank, gain_off, shift_off), padded to 256 bytes. Offsets count from
+             the first byte of the slot: a_off and b_off in elements of the lora dtype, gain_off and shift_off in
+             float32 elements. rank 0 = no factors, with offsets 0; gain_off or shift_off 0 = no such vector
+    entries  each at a multiple of 64 bytes
              linear site:    A [rank, in] row-major;  B transposed, [rank, out] row-major, the whole scaling folded in
              embedding site: A transposed, [V, rank]; B transposed, [rank, d], the whole scaling folded in
+             gain, shift:    float32 [width of the slice]; gain is folded into B, too
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 FACTOR_ALIGN = 64
 SLOT_ALIGN = 256
+META = 5  # entries of a site in the header
 
 
 def align(nbytes: int, to: int) -> int:
@@ -54,6 +57,11 @@ class Site:
         a, b = rank * self.in_features * itemsize, rank * self.out_features * itemsize
         return align(a, FACTOR_ALIGN) + align(b, FACTOR_ALIGN)
 
+    @property
+    def vector_bytes(self) -> int:
+        """Bytes of a gain or a shift, alignment included."""
+        return align(4 * self.out_features, FACTOR_ALIGN)
+
 
 class Layout:
     """The sites of one model, in order.
@@ -68,7 +76,7 @@ class Layout:
     def __init__(self, sites: Iterable[Site]) -> None:
         self.sites = tuple(sites)
         self.n_sites = len(self.sites)
-        self.header_bytes = align(self.n_sites * 3 * 8, SLOT_ALIGN)
+        self.header_bytes = align(self.n_sites * META * 8, SLOT_ALIGN)
         self.max_dim = max((max(s.in_features, s.out_features) for s in self.sites), default=1)
         self._by_key = {(s.path, s.slice): s for s in self.sites}
 
@@ -90,10 +98,14 @@ class Layout:
         return self._by_key[path, slice]
 
     def packed_bytes(self, ranks: Mapping[int, int], dtype: torch.dtype) -> int:
-        """Bytes of a block whose sites have `ranks` (site -> rank) and share no factor."""
+        """Bytes of a plain block (no gain, no shift) whose sites have `ranks` (site -> rank) and share no factor."""
         itemsize = dtype.itemsize
         return self.header_bytes + sum(self.sites[i].nbytes(rank, itemsize) for i, rank in ranks.items())
 
     def default_slot_bytes(self, max_rank: int, dtype: torch.dtype) -> int:
-        """Bytes of a slot with room for every site at `max_rank`."""
-        return align(self.packed_bytes(dict.fromkeys(range(self.n_sites), max_rank), dtype), SLOT_ALIGN)
+        """Bytes of a slot with room for every site at `max_rank`, with a gain and a shift.
+
+        Whole saved parameters (heads, embeddings) are not in it.
+        """
+        factors = self.packed_bytes(dict.fromkeys(range(self.n_sites), max_rank), dtype)
+        return align(factors + sum(2 * site.vector_bytes for site in self.sites), SLOT_ALIGN)

@@ -19,6 +19,7 @@ import torch
 from ..errors import RoutingError
 
 if TYPE_CHECKING:
+    from .extras import Extras
     from .leasing import LeasingStore
     from .slots import Slot
 
@@ -65,7 +66,8 @@ class Lease:
     Attributes:
         slots: key -> slot number.
         tags: key -> identity of the weights, hashable: (uid, generation); for a mix that and the weight of each part.
-        touched: the sites that any of its adapters trained.
+        touched: the sites that any of its adapters touches, with factors or with a gain or a shift alone.
+        extras: key -> what its block has beside those; false for a plain adapter.
     """
 
     _grant: Grant | None = None
@@ -76,12 +78,14 @@ class Lease:
         self.tags: dict[Key, Hashable] = {}
         self.touched: frozenset[int] = frozenset()
         self._ready: list[torch.cuda.Event | None] = []
+        self.extras: dict[Key, Extras] = {}
         self._grant = grant
 
     def _fill(self, slots: dict[Key, Slot]) -> None:
         self.slots = {key: slot.index for key, slot in slots.items()}
         self.tags = {key: slot.tag for key, slot in slots.items()}
         self.touched = frozenset().union(*(slot.sites for slot in slots.values()))
+        self.extras = {key: slot.extras for key, slot in slots.items()}
         self._ready = [slot.ready for slot in slots.values()]
 
     def wait(self, stream: torch.cuda.Stream | None = None) -> None:

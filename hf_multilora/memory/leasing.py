@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SlotError
+from .contents import check_plain
 from .lease import Grant, Key, Lease, Mix, Ticket, label_of, parts_of
 from .loading import LoadingStore
 from .pack import PackedAdapter, compose
@@ -41,6 +42,7 @@ class LeasingStore(LoadingStore):
             SlotError: more distinct keys than the slots that pins leave; a mix whose ranks exceed max_lora_rank, or
                 whose bytes exceed a slot; `block` is False and there is no room now; a wait that could never end,
                 because the slots belong to leases of this thread, or of threads that wait for it.
+            UnsupportedAdapterError: a mix of adapters that are not plain LoRA.
             RoutingError: a mix without parts, with a part twice, or with a weight that is not finite.
             Whatever the loader of an adapter raises that has to be read again.
         """
@@ -105,7 +107,7 @@ class LeasingStore(LoadingStore):
                 todo += [entry for entry in dropped if entry not in todo]
             elif not isinstance(key, str):
                 blocks = [(entry.packed, weight) for entry, (_, weight) in zip(entries, parts, strict=True)]
-                self._check_mix(key, [packed for packed, _ in blocks if packed is not None])
+                self._check_mix(key, {e.name: e.packed for e in entries if e.packed is not None})
                 todo.append((tag, key, blocks))
         self._check_slots(len(set(call.tags.values())), {key for key in call.wishes if isinstance(key, str)})
         return todo
@@ -186,9 +188,10 @@ class LeasingStore(LoadingStore):
                 f"pinned ({', '.join(pinned)}). Unpin one of them, or raise max_loras."
             )
 
-    def _check_mix(self, key: Key, blocks: Sequence[PackedAdapter]) -> None:
+    def _check_mix(self, key: Key, blocks: Mapping[str, PackedAdapter]) -> None:
         ranks: dict[int, int] = {}
-        for packed in blocks:
+        for name, packed in blocks.items():
+            check_plain(f"Mix {label_of(key)}: adapter {name!r}", packed)
             for site, rank in packed.ranks.items():
                 ranks[site] = ranks.get(site, 0) + rank
         most = max(ranks, key=lambda site: ranks[site], default=None)

@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from transformers.utils import logging
 
 from ..errors import AdapterExistsError, AdapterNotFoundError, SlotError
+from ..report import megabytes
+from .contents import entries_of
 from .core import StoreCore
 from .lease import Grant, Ticket
 from .pack import PackedAdapter, pack
@@ -21,18 +23,25 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
+_LARGEST = 3  # entries that a refusal names
+
 
 class LoadingStore(StoreCore):
     """The part of AdapterStore that knows names and loaders."""
 
-    def pack(self, factors: Iterable[Factor]) -> PackedAdapter:
+    def pack(self, factors: Iterable[Factor], **extras: Any) -> PackedAdapter:
         """`pack` for this store's layout, dtype and device."""
-        return pack(factors, self.layout, self.arena.dtype, pin=self.pin_memory)
+        return pack(factors, self.layout, self.arena.dtype, pin=self.pin_memory, **extras)
 
     def names(self) -> list[str]:
         """Registered names, in the order of registration."""
         with self._lock:
             return list(self._registry.entries)
+
+    def pinned(self) -> list[str]:
+        """Names of pinned adapters."""
+        with self._cond:
+            return [name for name, entry in self._registry.entries.items() if entry.pinned]
 
     def __contains__(self, name: object) -> bool:
         with self._lock:
@@ -83,7 +92,7 @@ class LoadingStore(StoreCore):
                 raise AdapterNotFoundError(f"Adapter {name!r} was unloaded while it was being loaded again.")
             if not evictable:
                 self._registry.check_room(name)
-            block = self._in_dtype(packed)
+            block = self._check_bytes(f"Adapter {name!r}", self._in_dtype(packed))
             version = Version.of(loaded, block, next_generation(), load, evictable=evictable, load_ms=ms)
             version = replace(version, cast=block is not packed)
             entry = old or Entry(name, version)
@@ -111,9 +120,11 @@ class LoadingStore(StoreCore):
     def _check_bytes(self, what: str, packed: PackedAdapter, slot_bytes: int | None = None) -> PackedAdapter:
         slot_bytes = slot_bytes or self.arena.slot_bytes
         if packed.nbytes > slot_bytes:
+            largest = sorted(entries_of(packed).items(), key=lambda item: -item[1])[:_LARGEST]
+            listed = ", ".join(f"{name} {megabytes(nbytes)}" for name, nbytes in largest)
             raise SlotError(
                 f"{what} needs {packed.nbytes} bytes, a slot holds {slot_bytes}. Enable the model with "
-                f"slot_bytes={packed.nbytes} or more."
+                f"slot_bytes={packed.nbytes} or more. Its largest entries: {listed}."
             )
         return packed
 
@@ -140,7 +151,7 @@ class LoadingStore(StoreCore):
                 now = entry.version.hashed()
                 same = now.same_content(loaded, packed)
                 generation = now.generation if same else next_generation()
-                block = self._in_dtype(packed)
+                block = self._check_bytes(f"Adapter {name!r}", self._in_dtype(packed))
                 version = Version.of(loaded, block, generation, now.load, evictable=now.evictable, load_ms=ms)
                 entry.version = replace(version, cast=block is not packed)
                 if not same:

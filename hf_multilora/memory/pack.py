@@ -4,52 +4,67 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import AdapterMatchError
-from .layout import FACTOR_ALIGN, Layout, Site, align
-from .pinned import host_block
+from .build import Builder, Fill, Vector, concatenated, copied, header_of
+from .contents import check_plain
+from .extras import BaseDtype, Extras, SavedTensor, place_extras
+from .layout import Layout, Site
 
 if TYPE_CHECKING:
-    from ..adapters.match import Factor
+    from ..adapters.plan import Factor, SavedParam, TokenRows
 
 _HASH_CHUNK = 4 << 20
 
 
 class PackedAdapter:
-    """One adapter's header and factors in host memory (the bytes are described in layout.py). Never written again.
+    """One adapter's header and entries in host memory (the bytes are described in layout.py). Never written again.
 
     Attributes:
         block: uint8 [nbytes] on the CPU, pinned where that was asked for and possible.
         dtype: of the factors.
-        ranks: site -> rank, trained sites only.
-        rank: the largest of them, 0 for an adapter that trained nothing.
+        ranks: site -> rank, touched sites only; 0 where an adapter has a gain or a shift and no factors.
+        rank: the largest of them, 0 for an adapter without factors.
         nbytes: bytes of the block, header included.
+        extras: what it has beside factors, gains and shifts.
     """
 
-    __slots__ = ("_digest", "block", "dtype", "layout", "nbytes", "rank", "ranks")
+    __slots__ = ("_digest", "block", "dtype", "extras", "layout", "nbytes", "rank", "ranks")
 
-    def __init__(self, block: torch.Tensor, layout: Layout, dtype: torch.dtype, ranks: dict[int, int]) -> None:
-        self.block, self.layout, self.dtype, self.ranks = block, layout, dtype, ranks
+    def __init__(
+        self, block: torch.Tensor, layout: Layout, dtype: torch.dtype, ranks: dict[int, int], extras: Extras
+    ) -> None:
+        self.block, self.layout, self.dtype, self.ranks, self.extras = block, layout, dtype, ranks, extras
         self.nbytes = block.numel()
         self.rank = max(ranks.values(), default=0)
         self._digest: str | None = None
 
     def header(self) -> torch.Tensor:
-        """The table, int64 [n_sites, 3] = (a_off, b_off, rank)."""
-        return _header(self.block, self.layout)
+        """The table, int64 [n_sites, 5] = (a_off, b_off, rank, gain_off, shift_off)."""
+        return header_of(self.block, self.layout)
 
     def factors(self, site: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of a trained site's factors as stored (shapes: `Site.a_shape`, `Site.b_shape`)."""
-        a_off, b_off, rank = self.header()[site].tolist()
+        """Views of a touched site's factors as stored (shapes: `Site.a_shape`, `Site.b_shape`)."""
+        a_off, b_off, rank, _, _ = self.header()[site].tolist()
         return _factor_views(self.block.view(self.dtype), self.layout.sites[site], a_off, b_off, rank)
 
+    def vectors(self, site: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Views of a site's gain and shift, float32 [width of the slice]; None where it has none."""
+        floats, width = self.block.view(torch.float32), self.layout.sites[site].out_features
+        gain, shift = (floats[at : at + width] if at else None for at in self.header()[site, 3:].tolist())
+        return gain, shift
+
+    def view(self, saved: SavedTensor) -> torch.Tensor:
+        """A saved tensor, as a view of the block."""
+        return saved.view(self.block)
+
     def digest(self) -> str:
-        """Content hash in hex: sha256 over the sha256 of each 4 MiB (so that cores can share the work)."""
+        """Content hash in hex: sha256 over the sha256 of each 4 MiB (so that cores can share the work), and extras."""
         if self._digest is None:
             data = self.block.numpy().data
             chunks = [data[i : i + _HASH_CHUNK] for i in range(0, len(data), _HASH_CHUNK)]
@@ -58,32 +73,61 @@ class PackedAdapter:
             else:
                 with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
                     parts = list(pool.map(lambda chunk: hashlib.sha256(chunk).digest(), chunks))
+            if self.extras:
+                parts.append(repr(self.extras).encode())
             self._digest = hashlib.sha256(b"".join(parts)).hexdigest()
         return self._digest
 
-    def to(self, dtype: torch.dtype, *, pin: bool) -> PackedAdapter:
-        """The same factors cast elementwise; self where neither dtype nor pinning asks for another block."""
+    def to(self, dtype: torch.dtype, *, pin: bool, base_dtype: BaseDtype | None = None) -> PackedAdapter:
+        """The same with the factors cast elementwise; self where neither dtypes nor pinning ask for another block.
+
+        Saved tensors are cast where `base_dtype` says that the base's parameter has another dtype now; vectors are
+        never cast.
+        """
         pinned = self.block.is_pinned() if pin else True
-        if dtype == self.dtype and pinned:
+        if dtype == self.dtype and pinned and self.extras.follows(base_dtype):
             return self
-        builder = _Builder(self.layout, dtype)
+        builder = Builder(self.layout, dtype)
         header, data = self.header().tolist(), self.block.view(self.dtype)
         for site in self.ranks:
-            a_off, b_off, rank = header[site]
-            a, b = _factor_views(data, self.layout.sites[site], a_off, b_off, rank)
-            builder.add(site, rank, ("a", a_off), _copy(a), ("b", b_off), _copy(b))
-        return builder.build(pin)
+            a_off, b_off, rank, gain_off, shift_off = header[site]
+            if rank:
+                a, b = _factor_views(data, self.layout.sites[site], a_off, b_off, rank)
+                builder.add(site, rank, ("a", a_off), copied(a), ("b", b_off), copied(b))
+            if gain_off or shift_off:
+                gain, shift = self.vectors(site)
+                builder.add_vectors(
+                    site,
+                    None if gain is None else (gain_off, copied(gain)),
+                    None if shift is None else (shift_off, copied(shift)),
+                )
+        return _packed(builder, pin, self.extras.packed_by(builder, self.block, base_dtype))
 
 
-def pack(factors: Iterable[Factor], layout: Layout, dtype: torch.dtype, *, pin: bool) -> PackedAdapter:
+def pack(
+    factors: Iterable[Factor],
+    layout: Layout,
+    dtype: torch.dtype,
+    *,
+    pin: bool,
+    saved: Iterable[SavedParam] = (),
+    tokens: Iterable[TokenRows] = (),
+    invocation: Sequence[int] = (),
+    vocab_size: int | None = None,
+    base_dtype: BaseDtype | None = None,
+) -> PackedAdapter:
     """Read `factors` and lay them out for a slot, at their true ranks.
 
-    Scaling is multiplied into B in fp32, then rounded to `dtype` once. Equal `TensorRef`s are read and stored once.
+    Scaling and gain are multiplied into B in fp32, then rounded to `dtype` once; gains and shifts are stored in fp32.
+    Equal references are read and stored once. A factor of rank 0 has a gain or a shift, and no A and B.
+    Saved parameters and token rows are stored in the dtype of the base's parameter of that name, which `base_dtype`
+    says; without it, in their own.
 
     Raises:
-        AdapterMatchError: a factor whose site does not exist, comes twice, or whose tensors have another shape.
+        AdapterMatchError: a factor whose site does not exist, comes twice, or whose tensors have another shape; a
+            parameter that is saved twice; token rows that do not fit their ids.
     """
-    builder = _Builder(layout, dtype)
+    builder = Builder(layout, dtype)
     for factor in factors:
         try:
             site = layout.site(factor.path, factor.slice)
@@ -91,15 +135,19 @@ def pack(factors: Iterable[Factor], layout: Layout, dtype: torch.dtype, *, pin: 
             raise AdapterMatchError(f"{factor.path!r}, slice {factor.slice}: no such site in this model.") from None
         if site.index in builder.ranks:
             raise AdapterMatchError(f"{factor.path!r}, slice {factor.slice}: two factors for one site.")
-        builder.add(
-            site.index,
-            factor.rank,
-            ("a", factor.a, factor.rank, site.kind),
-            _read_a(factor, site),
-            ("b", factor.b, factor.rank, factor.scaling),
-            _read_b(factor, site),
-        )
-    return builder.build(pin)
+        gain, shift = factor.gain, factor.shift
+        if factor.rank:
+            builder.add(
+                site.index,
+                factor.rank,
+                ("a", factor.a, factor.rank, site.kind),
+                _read_a(factor, site),
+                ("b", factor.b, factor.rank, factor.scaling, gain),
+                _read_b(factor, site, gain),
+            )
+        if gain is not None or shift is not None:
+            builder.add_vectors(site.index, _vector(factor, "gain", gain, site), _vector(factor, "shift", shift, site))
+    return _packed(builder, pin, place_extras(builder, saved, tokens, invocation, vocab_size, base_dtype))
 
 
 def compose(
@@ -109,76 +157,32 @@ def compose(
 
     Ranks are concatenated in the order of `parts` and weights multiplied into B in fp32, which is what PEFT's
     `add_weighted_adapter(combination_type="cat")` computes.
+
+    Raises:
+        UnsupportedAdapterError: a part that is not plain LoRA.
     """
+    for packed, _ in parts:
+        check_plain("An adapter of the mix", packed)
     headers = [packed.header().tolist() for packed, _ in parts]
     data = [packed.block.view(packed.dtype) for packed, _ in parts]
-    builder = _Builder(layout, dtype)
+    builder = Builder(layout, dtype)
     for site in sorted({site for packed, _ in parts for site in packed.ranks}):
         here = [i for i, (packed, _) in enumerate(parts) if site in packed.ranks]
-        views = [_factor_views(data[i], layout.sites[site], *headers[i][site]) for i in here]
+        views = [_factor_views(data[i], layout.sites[site], *headers[i][site][:3]) for i in here]
         weights = [parts[i][1] for i in here]
         builder.add(
             site,
             sum(parts[i][0].ranks[site] for i in here),
             ("a", *((i, headers[i][site][0]) for i in here)),
-            _concatenate([a for a, _ in views], 1 if layout.sites[site].kind == "embedding" else 0),
+            concatenated([a for a, _ in views], 1 if layout.sites[site].kind == "embedding" else 0),
             ("b", *((i, headers[i][site][1]) for i in here)),
-            _concatenate([b for _, b in views], 0, weights),
+            concatenated([b for _, b in views], 0, weights),
         )
-    return builder.build(pin)
+    return _packed(builder, pin, Extras())
 
 
-Fill = Callable[[torch.Tensor], None]  # writes a factor into its place in the block
-
-
-class _Builder:
-    """Places factors one after another, then fills a block that is exactly as long as they need."""
-
-    def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
-        self.layout, self.dtype = layout, dtype
-        self.ranks: dict[int, int] = {}
-        self._end = layout.header_bytes
-        self._places: dict[Hashable, int] = {}  # what is stored -> first byte
-        self._rows: dict[int, tuple[int, int, int]] = {}
-        self._fills: list[tuple[int, tuple[int, int], Fill]] = []
-
-    def add(self, site: int, rank: int, a_key: Hashable, a: Fill, b_key: Hashable, b: Fill) -> None:
-        """Give one site its factors; what has an equal key already is not stored again."""
-        where = self.layout.sites[site]
-        a_at = self._place(a_key, where.a_shape(rank), a)
-        b_at = self._place(b_key, where.b_shape(rank), b)
-        self.ranks[site] = rank
-        self._rows[site] = (a_at // self.dtype.itemsize, b_at // self.dtype.itemsize, rank)
-
-    def _place(self, key: Hashable, shape: tuple[int, int], fill: Fill) -> int:
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = self._end
-            self._fills.append((place, shape, fill))
-            self._end = align(place + shape[0] * shape[1] * self.dtype.itemsize, FACTOR_ALIGN)
-        return place
-
-    # Under inference_mode the block would become an inference tensor; a parameter as source must not be recorded.
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def build(self, pin: bool) -> PackedAdapter:
-        block = host_block(self._end, pin=pin)
-        itemsize = self.dtype.itemsize
-        data = block.view(self.dtype)
-        block[: self.layout.header_bytes].zero_()
-        for place, (rows, columns), fill in self._fills:
-            stop = place + rows * columns * itemsize
-            fill(data[place // itemsize : stop // itemsize].view(rows, columns))
-            padding = align(stop, FACTOR_ALIGN)
-            if padding != stop:  # the content hash covers every byte
-                block[stop:padding].zero_()
-        if self._rows:
-            _header(block, self.layout)[list(self._rows)] = torch.tensor(list(self._rows.values()), device="cpu")
-        return PackedAdapter(block, self.layout, self.dtype, self.ranks)
-
-
-def _header(block: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return block[: layout.n_sites * 24].view(torch.int64).view(layout.n_sites, 3)
+def _packed(builder: Builder, pin: bool, extras: Extras) -> PackedAdapter:
+    return PackedAdapter(builder.build(pin), builder.layout, builder.dtype, builder.ranks, extras)
 
 
 def _factor_views(
@@ -191,6 +195,7 @@ def _factor_views(
 
 def _read_a(factor: Factor, site: Site) -> Fill:
     def fill(out: torch.Tensor) -> None:
+        assert factor.a is not None, "factors of rank 0 have no A"
         a = factor.a.read()
         _check(factor, "A", a, (factor.rank, site.in_features))
         out.copy_(a.t() if site.kind == "embedding" else a)
@@ -198,11 +203,15 @@ def _read_a(factor: Factor, site: Site) -> Fill:
     return fill
 
 
-def _read_b(factor: Factor, site: Site) -> Fill:
+def _read_b(factor: Factor, site: Site, gain: Any) -> Fill:
     def fill(out: torch.Tensor) -> None:
+        assert factor.b is not None, "factors of rank 0 have no B"
         b = factor.b.read()
         _check(factor, "B", b, (site.out_features, factor.rank))
-        if b.dtype == out.dtype and b.device.type == "cpu":
+        if gain is not None:
+            columns = _read_vector(factor, "gain", gain, site).mul(factor.scaling)
+            out.copy_(b.t().to("cpu", torch.float32) * columns)
+        elif b.dtype == out.dtype and b.device.type == "cpu":
             # One pass: the product of a half-precision tensor and a number is computed in fp32 and rounded once.
             torch.mul(b.t(), factor.scaling, out=out)
         else:
@@ -211,24 +220,24 @@ def _read_b(factor: Factor, site: Site) -> Fill:
     return fill
 
 
-def _check(factor: Factor, name: str, tensor: torch.Tensor, shape: tuple[int, int]) -> None:
+def _vector(factor: Factor, name: str, ref: Any, site: Site) -> Vector | None:
+    if ref is None:
+        return None
+
+    def fill(out: torch.Tensor) -> None:
+        out.copy_(_read_vector(factor, name, ref, site))
+
+    return ref, fill
+
+
+def _read_vector(factor: Factor, name: str, ref: Any, site: Site) -> torch.Tensor:
+    vector: torch.Tensor = ref.read()
+    _check(factor, name, vector, (site.out_features,))
+    return vector.to("cpu", torch.float32)
+
+
+def _check(factor: Factor, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise AdapterMatchError(
             f"{factor.path!r}, slice {factor.slice}: {name} has shape {tuple(tensor.shape)}, the layer needs {shape}."
         )
-
-
-def _copy(source: torch.Tensor) -> Fill:
-    def fill(out: torch.Tensor) -> None:
-        out.copy_(source)
-
-    return fill
-
-
-def _concatenate(sources: list[torch.Tensor], dim: int, weights: list[float] | None = None) -> Fill:
-    def fill(out: torch.Tensor) -> None:
-        pieces = out.split([source.shape[dim] for source in sources], dim)
-        for i, (piece, source) in enumerate(zip(pieces, sources, strict=True)):
-            piece.copy_(source if weights is None else source.to(torch.float32).mul(weights[i]))
-
-    return fill

@@ -5,14 +5,16 @@ Nothing here locks: the store calls it with its own lock held.
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from ..errors import AdapterNotFoundError, SlotError, closest
 from ..report import CacheCounters, LoadReport
+from .extras import Extras
 from .pack import PackedAdapter
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class Loaded:
     """What a loader gives back: the block, and what a report says about it.
 
     `fingerprint` is the hub commit where there is one; None: the content of the block is hashed when it matters.
+    `facts` are further fields of the report.
     """
 
     packed: PackedAdapter | None
@@ -43,6 +46,7 @@ class Loaded:
     ignored: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Version:
     cast: bool = False  # the block came from another dtype by retarget, not from the files
     dropped: PackedAdapter | None = None  # the block that was dropped, until its content is hashed
     digest: str | None = None  # of the block that was dropped
+    extras: Extras = Extras()  # of the block, also when that was dropped
 
     @classmethod
     def of(
@@ -71,8 +76,9 @@ class Version:
             path = packed.layout.sites[site].path
             modules[path] = max(rank, modules.get(path, 0))
         return cls(
-            generation, replace(loaded, packed=packed), modules, packed.rank, packed.nbytes, load, evictable, load_ms
-        )
+            generation, replace(loaded, packed=packed), modules, packed.rank, packed.nbytes, load, evictable, load_ms,
+            extras=packed.extras,
+        )  # fmt: skip
 
     @property
     def packed(self) -> PackedAdapter | None:
@@ -88,12 +94,13 @@ class Version:
 
     def forgotten(self) -> Version:
         """The same without any block, and without what it would be compared with."""
-        return replace(self, loaded=replace(self.loaded, packed=None), dropped=None, digest=None)
+        return replace(self, loaded=replace(self.loaded, packed=None), dropped=None, digest=None, extras=Extras())
 
     def recast(self, packed: PackedAdapter) -> Version:
-        """The same with the block in another dtype, or pinned."""
-        cast = self.cast or self.packed is None or self.packed.dtype != packed.dtype
-        return replace(self, loaded=replace(self.loaded, packed=packed), nbytes=packed.nbytes, cast=cast)
+        """The same with the block in other dtypes, or pinned."""
+        same = self.packed is not None and (self.packed.dtype, self.extras) == (packed.dtype, packed.extras)
+        loaded = replace(self.loaded, packed=packed)
+        return replace(self, loaded=loaded, nbytes=packed.nbytes, extras=packed.extras, cast=self.cast or not same)
 
     def same_content(self, loaded: Loaded, packed: PackedAdapter) -> bool | None:
         """Whether what was read again is what was dropped; None where that cannot be known."""
@@ -163,6 +170,7 @@ class Entry:
             ignored=list(about.ignored),
             left_out=list(about.left_out),
             warnings=list(about.warnings),
+            **copy.deepcopy(dict(about.facts)),
         )
 
     def copy(self) -> Entry:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..report import CacheCounters
+from .extras import Extras
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +26,8 @@ class Slot:
         tag: identity of its content ((uid, generation), or those of a mix with the weights); None: free.
         label: what status() calls it.
         names: the adapters in it, several for a mix.
-        sites: the sites that they trained.
+        sites: the sites that they touch.
+        extras: what the block has beside factors, gains and shifts.
         users: calls in flight that read it. A set of tokens rather than a number, so that leaving twice is harmless.
         stale: reloaded or unloaded while in use: nobody new gets it, and the last user frees it.
         ready: the copy that filled it (CUDA).
@@ -37,6 +39,7 @@ class Slot:
     label: str | None = None
     names: tuple[str, ...] = ()
     sites: frozenset[int] = frozenset()
+    extras: Extras = Extras()
     users: set[Grant] = field(default_factory=set)
     pinned: bool = False
     stale: bool = False
@@ -48,6 +51,7 @@ class Slot:
         """Forget the content. `last_use` stays: the next copy still has to wait for it."""
         self.tag = None
         self.label, self.names, self.sites = None, (), frozenset()
+        self.extras = Extras()
         self.pinned = self.stale = False
         self.used = 0
 

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ..errors import SlotError
 from ..report import AdapterStatus, Status
+from .extras import BaseDtype
 from .lease import Grant, Ticket
 from .leasing import LeasingStore
 from .pack import PackedAdapter
@@ -154,10 +155,14 @@ class AdapterStore(LeasingStore):
                 registered=replace(self._registry.counters),
             )
 
-    def retarget(self, device: torch.device | str, dtype: torch.dtype) -> None:
+    def retarget(self, device: torch.device | str, dtype: torch.dtype, *, base_dtype: BaseDtype | None = None) -> bool:
         """Move the arena to another device or dtype: blocks are cast elementwise, slots refilled, mixes forgotten.
 
-        Waits for calls in flight. Every address changes. On an error everything stays as it was.
+        Saved tensors and token rows follow the base: `base_dtype` says which dtype a parameter (module path, name) of
+        it has now. It is kept and asked for every block from now on, with the store's lock held.
+
+        Waits for calls in flight. Every address changes, unless device and all dtypes are what they were. On an error
+        everything stays as it was. Returns whether anything changed.
 
         Raises:
             SlotError: this thread's own call is in flight, or calls that wait for this one; an adapter no longer fits
@@ -165,8 +170,12 @@ class AdapterStore(LeasingStore):
         """
         device = torch.empty(0, device=device).device
         with self._changing():
-            if (device, dtype) == (self.arena.device, self.arena.dtype):
-                return
+            base_dtype = base_dtype or self._base_dtype
+            if (device, dtype) == (self.arena.device, self.arena.dtype) and all(
+                entry.version.extras.follows(base_dtype) for entry in self._registry
+            ):
+                self._base_dtype = base_dtype
+                return False
             if self._slots.held_by(threading.get_ident()):
                 raise SlotError("The model cannot be moved or cast from within a call that uses its adapters.")
 
@@ -179,14 +188,15 @@ class AdapterStore(LeasingStore):
                     if self._line.hopeless(ticket):
                         raise SlotError("The model cannot be moved or cast: calls in flight wait for each other.")
                     self._sleep()
-                self._move(device, dtype)
+                self._move(device, dtype, base_dtype)
+                return True
 
-    def _move(self, device: torch.device, dtype: torch.dtype) -> None:
+    def _move(self, device: torch.device, dtype: torch.dtype, base_dtype: BaseDtype | None) -> None:
         slot_bytes, recast = self._slot_bytes(dtype), dtype != self.arena.dtype
         blocks: list[tuple[Entry, PackedAdapter]] = []
         for entry in self._registry:
             if entry.packed is not None:
-                packed = entry.packed.to(dtype, pin=device.type == "cuda")
+                packed = entry.packed.to(dtype, pin=device.type == "cuda", base_dtype=base_dtype)
                 self._check_bytes(f"Adapter {entry.name!r} in {dtype}", packed, slot_bytes)
                 blocks.append((entry, packed))
         found = [(self._slots.find(entry.tag), entry) for entry, _ in blocks]
@@ -195,14 +205,15 @@ class AdapterStore(LeasingStore):
             slot.free()
         try:
             self.arena.to(device, dtype, slot_bytes)
+            self._base_dtype = base_dtype
             self._transfer = Transfer(self.arena, self._transfer)
             for slot in self._slots:
                 slot.ready, slot.last_use = None, {}
             for entry, packed in blocks:
                 entry.version = entry.version.recast(packed)
             for entry in self._registry:
-                if entry.packed is None and recast:  # nothing to compare the files with any more
-                    entry.version = entry.version.forgotten()
+                if entry.packed is None and (recast or not entry.version.extras.follows(base_dtype)):
+                    entry.version = entry.version.forgotten()  # nothing to compare the files with any more
         finally:
             for slot, used, entry in resident:
                 assert entry.packed is not None

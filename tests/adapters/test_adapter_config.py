@@ -59,24 +59,14 @@ def test_defaults() -> None:
 
 
 REFUSALS = [
-    ("use_dora", True, "DoRA"),
-    ("bias", "all", "biases of the base"),
-    ("bias", "lora_only", "bias='none'"),
-    ("lora_bias", True, "lora_bias=false"),
-    ("alora_invocation_tokens", [2], "aLoRA"),
     ("target_parameters", ["experts.gate_up_proj"], "experts"),
-    ("trainable_token_indices", [1, 2], "rows of the embedding"),
     ("layer_replication", [[0, 2], [1, 3]], "repeats layers"),
-    ("use_qalora", True, "QALoRA"),
-    ("use_bdlora", {"nblocks": 2}, "block-diagonal"),
-    ("kasa_config", {"beta": 1}, "KaSA"),
     ("arrow_config", {"top_k": 2}, "Arrow"),
     ("enable_lora", [True, False, True], "MergedLinear"),
-    ("init_lora_weights", "pissa", "PiSSA.*path_initial_model_for_weight_conversion"),
+    ("init_lora_weights", "pissa_niter_16", "PiSSA.*path_initial_model_for_weight_conversion"),
     ("init_lora_weights", "pissa_niter_4", "PiSSA"),
-    ("init_lora_weights", "OLoRA", "OLoRA"),
     ("init_lora_weights", "corda", "CorDA"),
-    ("init_lora_weights", "loftq", "LoftQ"),
+    ("init_lora_weights", "loftq", "LoftQ.*merge_and_unload"),
     ("init_lora_weights", "pisa", "unknown.*Closest: 'pissa'"),
     ("use_dorra", True, "Closest: 'use_dora'"),
     ("something_new", {"a": 1}, "may change what"),
@@ -121,7 +111,11 @@ WRONG_TYPES = [
     ("r", "8"), ("r", True), ("r", 0), ("r", -1), ("r", 2.5), ("lora_alpha", "16"), ("lora_alpha", math.nan),
     ("use_rslora", "yes"), ("rank_pattern", [1]), ("rank_pattern", {"a": "b"}), ("rank_pattern", {"a": 0}),
     ("alpha_pattern", {"(": 1}), ("target_modules", "("), ("target_modules", [1]), ("target_modules", 7),
-    ("layers_to_transform", ["0"]), ("modules_to_save", [None]),
+    ("layers_to_transform", ["0"]), ("modules_to_save", [None]), ("layers_pattern", "("),
+    ("modules_to_save", ["a", "*b"]), ("bias", "some"),
+    ("use_bdlora", {"nblocks": 0}), ("use_bdlora", True), ("use_qalora", 1), ("use_dora", 1), ("lora_bias", "x"),
+    ("alora_invocation_tokens", "5"), ("alora_invocation_tokens", [1.0]), ("trainable_token_indices", [1, 1]),
+    ("trainable_token_indices", [-1]), ("trainable_token_indices", {"embed_tokens": 3}),
 ]  # fmt: skip
 
 

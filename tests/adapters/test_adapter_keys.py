@@ -40,7 +40,7 @@ Q = "model.layers.0.self_attn.q_proj"
         ("base_model.model.lm_head.weight", "lm_head", "param", "weight", None),
         ("base_model.model.score.modules_to_save.default.weight", "score", "param", "weight", "default"),
         ("base_model.model.score.modules_to_save.weight", "score", "param", "weight", None),
-        ("base_model.model.score.original_module.weight", "score", "base", "weight", None),
+        ("base_model.model.score.original_module.weight", "score", "original", "weight", None),
         ("m.embed_tokens.token_adapter.trainable_tokens_delta", "m.embed_tokens", "tokens", "", None),
         ("m.experts.base_layer.lora_A.weight", "m.experts.base_layer", "A", "weight", None),
         ("m.q_proj.lora_velora_embed", "m.q_proj", "training", "", None),

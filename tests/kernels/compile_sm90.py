@@ -76,18 +76,25 @@ def cases() -> Any:
         (16, 256, 4096, (1024,), 128, fp32, bf16),
         (4, 40, 33, (29, 31), 3, bf16, bf16),
     ]
-    for rows, per_row, k, widths, rank, act, lora in shapes:
+    with_starts = [shapes[1], shapes[7], shapes[8], shapes[11]]
+    for number, shape in enumerate([*shapes, *with_starts]):
+        rows, per_row, k, widths, rank, act, lora = shape
+        starts = number >= len(shapes)
         n = rows * per_row
         x, y = empty(act, n, k), empty(act, n, sum(widths))
         data, meta = empty(lora, 1 << 20), empty(torch.int64, 8, 1 << 10)
         first = shrink_tiling(n, rows, k, rank, act, lora)
         second = expand_tiling(n, rows, max(widths), rank, act, lora)
-        common = (empty(torch.int32, rows), empty(fp32, 1 << 20), data, meta, rows, 5)
+        slots, floats = empty(torch.int32, rows), empty(fp32, 1 << 20)
+        common = (slots, slots if starts else None, empty(fp32, 1 << 20), data, meta, rows, 5)
         label = f"rows={rows} tokens={per_row} K={k} N={widths} r={rank} {TYPES[act]} {TYPES[lora]}"
+        label += " starts" if starts else ""
         yield label, shrink.prepare(x, *common, len(widths), 1 << 20, rank, first)
-        yield label, expand.prepare(y, *common, widths, 1 << 20, rank, first.split, second)
+        yield label, expand.prepare(y, *common, floats, widths, 1 << 20, rank, first.split, second)
     ids = empty(torch.int64, 4096)
-    yield "ids=4096 r=64 bf16", embedding.prepare(ids, *common[:2], empty(bf16, 1 << 20), meta, 16, 5, 1 << 20, 64)
+    for row_starts in (None, slots):
+        common = (slots, row_starts, empty(fp32, 1 << 20), empty(bf16, 1 << 20), meta, 16, 5)
+        yield "ids=4096 r=64 bf16", embedding.prepare(ids, *common, 1 << 20, 64)
 
 
 def resources(compiled: Any) -> dict[str, Any]:

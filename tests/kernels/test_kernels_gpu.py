@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from kernel_bed import DTYPES, POPULARITY, TOLERANCE, Bed, draw_slots, same_bits
+from kernel_bed import DTYPES, POPULARITY, RANKS_WITH_VECTORS, TOLERANCE, Bed, draw_slots, draw_starts, same_bits
 
 from hf_multilora.kernels.ops import EmbeddingOp, LinearOp, Workspace
+from hf_multilora.kernels.reference import META
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,7 @@ def poisoned_planes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def make_op(bed: Bed, max_rank: int | None = None) -> LinearOp | EmbeddingOp:
-    arena = (bed.data, bed.meta, bed.slot_elems, bed.zero_off, bed.site)
+    arena = (bed.data, bed.meta, bed.floats, bed.slot_elems, bed.zero_off, bed.site)
     if bed.embedding:
         return EmbeddingOp(*arena, bed.widths[0], max_rank or bed.max_rank, Workspace())
     return LinearOp(*arena, bed.in_features, bed.widths, max_rank or bed.max_rank, Workspace())
@@ -53,6 +54,24 @@ def test_linear(dtype: torch.dtype, popularity: str, tokens: int) -> None:
     again = y.clone()
     assert op(again, x, row_slots, 9) is again  # prebuilt launches, in place
     assert same_bits(first, again)
+
+
+@pytest.mark.parametrize("popularity", POPULARITY)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, 100])
+@pytest.mark.parametrize("embedding", [False, True])
+def test_gains_shifts_and_starts(dtype: torch.dtype, popularity: str, tokens: int, embedding: bool) -> None:
+    bed = Bed(RANKS_WITH_VECTORS, 1040, [520], dtype, embedding=embedding, vectors=True, device="cuda")
+    slots = draw_slots(popularity, 12, len(RANKS_WITH_VECTORS))
+    y, x = bed.inputs(12 * tokens, dtype, device="cuda")
+    op = make_op(bed)
+    for starts in (None, draw_starts(12, tokens, seed=3)):
+        row_starts = None if starts is None else on_device(starts)
+        first = op(y.clone(), x, on_device(slots), 12, None, row_starts)  # ordinary launches
+        bed.check(first, y, x, slots, starts)
+        again = op(y.clone(), x, on_device(slots), 12, None, row_starts)  # prebuilt ones
+        assert same_bits(first, again)
+    assert len(op._recipes) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,12 +107,15 @@ def test_dtypes_may_differ(act: torch.dtype, lora: torch.dtype, tokens: int) -> 
 def test_slices(widths: list[int], shared_a: bool, tokens: int) -> None:
     one = [[16] * 4, [8, 0, 8, 8], [0] * 4]
     ranks = one if shared_a else [[16, 0, 33, 1], [8, 1, 3, 0], [0] * 4]
-    bed = Bed([r[: len(widths)] for r in ranks], 512, widths, torch.bfloat16, shared_a=shared_a, device="cuda")
-    slots = [0, 1, 2, -1, 1]
-    y, x = bed.inputs(5 * tokens, torch.bfloat16, device="cuda")
-    op = make_op(bed, 64)
-    for _ in range(2):
-        bed.check(op(y.clone(), x, on_device(slots), 5), y, x, slots)
+    common = {"shared_a": shared_a, "device": "cuda"}
+    slots, starts = [0, 1, 2, -1, 1], [0, 1, tokens // 2, 0, tokens]
+    for vectors in (False, True):
+        bed = Bed([r[: len(widths)] for r in ranks], 512, widths, torch.bfloat16, vectors=vectors, **common)
+        y, x = bed.inputs(5 * tokens, torch.bfloat16, device="cuda")
+        op = make_op(bed, 64)
+        for _ in range(2):
+            bed.check(op(y.clone(), x, on_device(slots), 5), y, x, slots)
+    bed.check(op(y.clone(), x, on_device(slots), 5, None, on_device(starts)), y, x, slots, starts)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,13 +132,14 @@ def test_embedding(dtype: torch.dtype, tokens: int) -> None:
 @pytest.mark.parametrize(("dtype", "embedding"), [*((d, False) for d in DTYPES), (torch.bfloat16, True)])
 @pytest.mark.parametrize("tokens", [1, 16, 100])
 def test_neighbours_change_no_bit(dtype: torch.dtype, tokens: int, embedding: bool) -> None:
-    bed = Bed(RANKS, 1040, [520], dtype, embedding=embedding, device="cuda")
+    ranks = RANKS_WITH_VECTORS
+    bed = Bed(ranks, 1040, [520], dtype, embedding=embedding, vectors=True, device="cuda")
     op = make_op(bed)
-    rows = 9
+    rows = len(ranks)
     y, x = bed.inputs(rows * tokens, dtype, device="cuda")
     reference = op(y.clone(), x, on_device(list(range(rows))), rows).clone()
     for seed in range(12):
-        slots = draw_slots(POPULARITY[seed % len(POPULARITY)], rows, len(RANKS), seed)
+        slots = draw_slots(POPULARITY[seed % len(POPULARITY)], rows, len(ranks), seed)
         keep = seed % rows
         slots[keep] = keep
         y2, x2 = bed.inputs(rows * tokens, dtype, seed=seed + 5, device="cuda")
@@ -127,7 +150,7 @@ def test_neighbours_change_no_bit(dtype: torch.dtype, tokens: int, embedding: bo
 
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_poison_and_base_rows(tokens: int) -> None:
-    bed = Bed([[16], [3], [8]], 256, [128], torch.bfloat16, device="cuda")
+    bed = Bed([[16], [3], [8]], 256, [128], torch.bfloat16, vectors=True, device="cuda")
     y, x = bed.inputs(4 * tokens, torch.bfloat16, device="cuda")
     y[3 * tokens, :3] = torch.tensor([-0.0, float("nan"), float("inf")])
     op, row_slots = make_op(bed), on_device([0, 1, 2, -1])
@@ -142,23 +165,23 @@ def test_poison_and_base_rows(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 32])
 def test_offsets_beyond_int32(tokens: int) -> None:
     """A slot that starts after 2**31 elements (4.3 GB of bf16)."""
-    small = Bed([[16]], 256, [128], torch.bfloat16)
+    small = Bed([[16], [0], [0], [16]], 256, [128], torch.bfloat16, vectors=True)  # slot 3: both vectors
     slot_elems = (1 << 31) + 4096
     if torch.cuda.mem_get_info()[0] < 3 * slot_elems:
         pytest.skip("needs 6 GB of free GPU memory")
     storage = torch.zeros(2 * (slot_elems + small.slot_elems), dtype=torch.uint8, device="cuda")
     data = storage.view(torch.bfloat16)
-    data[slot_elems : slot_elems + small.slot_elems] = small.data[: small.slot_elems].cuda()
+    data[slot_elems : slot_elems + small.slot_elems] = small.data[3 * small.slot_elems : 4 * small.slot_elems].cuda()
     meta = torch.zeros(2, small.meta.shape[1], dtype=torch.int64, device="cuda")
-    meta[1] = small.meta[0].cuda()
-    op = LinearOp(data, meta, slot_elems, 0, small.site, 256, (128,), 16, Workspace())
+    meta[1] = small.meta[3].cuda()
+    op = LinearOp(data, meta, storage.view(torch.float32), slot_elems, 0, small.site, 256, (128,), 16, Workspace())
     y, x = small.inputs(2 * tokens, torch.bfloat16, device="cuda")
     got = op(y.clone(), x, on_device([1, -1]), 2)
-    small.check(got, y, x, [0, -1])
+    small.check(got, y, x, [3, -1])
 
 
 def test_capture_and_replay_with_another_mix() -> None:
-    bed = Bed([[16], [5], [64]], 512, [256], torch.bfloat16, device="cuda")
+    bed = Bed([[16], [5], [64]], 512, [256], torch.bfloat16, vectors=True, device="cuda")
     y, x = bed.inputs(4, torch.bfloat16, device="cuda")
     op, row_slots = make_op(bed), on_device([0, 1, 2, -1])
     out = y.clone()
@@ -171,9 +194,9 @@ def test_capture_and_replay_with_another_mix() -> None:
         row_slots[:4] = torch.tensor(slots, dtype=torch.int32)
         graph.replay()
         bed.check(out, y, x, slots)
-    bed.meta[2, 3 * bed.site + 2] = 0  # slot 2 no longer trains the site
+    bed.meta[2, META * bed.site + 2 : META * (bed.site + 1)] = 0  # slot 2 no longer trains the site
     row_slots[:4] = torch.tensor([2, 0, 1, 2], dtype=torch.int32)
-    del bed.a[2, 0]
+    del bed.a[2, 0], bed.shift[2, 0]
     graph.replay()
     bed.check(out, y, x, [2, 0, 1, 2])
 
@@ -210,18 +233,20 @@ def test_no_sync() -> None:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled(mode: str) -> None:
     """One compilation serves every mix; under CUDA graphs too, and the arena is not copied there."""
-    bed = Bed([[16], [5], [64]], 512, [256], torch.bfloat16, device="cuda")
-    table = Bed([[8], [3], [0]], 100, [512], torch.bfloat16, embedding=True, device="cuda")
+    bed = Bed([[16], [5], [64]], 512, [256], torch.bfloat16, vectors=True, device="cuda")
+    table = Bed([[8], [3], [0]], 100, [512], torch.bfloat16, embedding=True, vectors=True, device="cuda")
     linear, embed = make_op(bed), make_op(table)
     weight = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16) / 16
     words = torch.randn(100, 512, device="cuda", dtype=torch.bfloat16)
     row_slots = on_device([0, 1, 2, -1])
-    row_slots._dynamo_static_input_type = "unguarded"
+    row_starts = on_device([0, 0, 0, 0])
+    for tensor in (row_slots, row_starts):
+        tensor._dynamo_static_input_type = "unguarded"
     count = 0
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         nonlocal count
-        x = embed(torch.nn.functional.embedding(ids, words), ids, row_slots, 4)
+        x = embed(torch.nn.functional.embedding(ids, words), ids, row_slots, 4, None, row_starts)
         return linear(torch.nn.functional.linear(x, weight), x, row_slots, 4)
 
     def backend_count(graph: torch.fx.GraphModule, inputs: list) -> object:
@@ -241,11 +266,13 @@ def test_compiled(mode: str) -> None:
     with torch.no_grad():
         for slots in ([0, 1, 2, -1], [2, 2, 0, 0], [-1, 1, 1, 1], [0, 1, 2, 0]):
             row_slots[:4] = torch.tensor(slots, dtype=torch.int32)
+            row_starts[:4] = torch.tensor([1, 0, 3, slots[3] + 1], dtype=torch.int32)
             for _ in range(2):
                 got = compiled(ids).clone()
             want = forward(ids)
-            error = (got.float() - want.float()).abs() / want.float().abs().clamp(min=1)
-            assert float(error.max()) <= 4 * TOLERANCE[torch.bfloat16]
+            # A base product that another kernel rounds otherwise is scaled by a gain of up to 3.
+            error = (got.float() - want.float()).abs() / want.float().abs().clamp(min=2)
+            assert float(error.max()) <= 16 * TOLERANCE[torch.bfloat16]
     assert count <= 1
     assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0
     torch._dynamo.reset()

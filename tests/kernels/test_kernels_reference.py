@@ -6,21 +6,29 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_bed import DTYPES, POPULARITY, Bed, draw_slots, same_bits
+from kernel_bed import DTYPES, POPULARITY, RANKS_WITH_VECTORS, Bed, draw_slots, draw_starts, same_bits
 
 from hf_multilora.kernels.ops import EmbeddingOp, LinearOp, Workspace
-from hf_multilora.kernels.reference import lora_embedding, lora_linear
+from hf_multilora.kernels.reference import META, lora_embedding, lora_linear
+from hf_multilora.memory import layout
 
 RANKS = [[1], [3], [8], [11], [16], [33], [64], [128], [0]]
 
 
-def run(bed: Bed, y: torch.Tensor, x: torch.Tensor, slots: list[int], cache: dict | None = None) -> torch.Tensor:
+def run(
+    bed: Bed,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    slots: list[int],
+    cache: dict | None = None,
+    starts: list[int] | None = None,
+) -> torch.Tensor:
     row_slots = torch.tensor(slots + [7, 7], dtype=torch.int32)  # capacity beyond the rows
+    row_starts = None if starts is None else torch.tensor(starts + [0, 0], dtype=torch.int32)
+    arena = (bed.data, bed.meta, bed.floats, row_slots, len(slots), bed.site)
     if bed.embedding:
-        tail = (bed.widths[0], bed.slot_elems, bed.zero_off, cache)
-        return lora_embedding(y, x, bed.data, bed.meta, row_slots, len(slots), bed.site, *tail)
-    tail = (bed.widths, bed.slot_elems, bed.zero_off, cache)
-    return lora_linear(y, x, bed.data, bed.meta, row_slots, len(slots), bed.site, *tail)
+        return lora_embedding(y, x, *arena, bed.widths[0], bed.slot_elems, bed.zero_off, cache, row_starts)
+    return lora_linear(y, x, *arena, bed.widths, bed.slot_elems, bed.zero_off, cache, row_starts)
 
 
 @pytest.mark.parametrize("popularity", POPULARITY)
@@ -50,6 +58,47 @@ def test_embedding(popularity: str) -> None:
     bed.check(run(bed, y, ids, slots), y, ids, slots)
 
 
+@pytest.mark.parametrize("popularity", POPULARITY)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("embedding", [False, True])
+def test_gains_shifts_and_starts(dtype: torch.dtype, popularity: str, tokens: int, embedding: bool) -> None:
+    bed = Bed(RANKS_WITH_VECTORS, 33, [29], dtype, embedding=embedding, vectors=True)
+    slots = draw_slots(popularity, 12, len(RANKS_WITH_VECTORS))
+    y, x = bed.inputs(12 * tokens, dtype)
+    cache: dict = {}
+    for starts in (None, draw_starts(12, tokens, seed=3), [0] * 12, None):
+        got = run(bed, y, x, slots, cache, starts)
+        bed.check(got, y, x, slots, starts)
+        assert same_bits(got, run(bed, y, x, slots, None, starts))
+
+
+@pytest.mark.parametrize("shared_a", [False, True])
+def test_gains_and_shifts_of_slices(shared_a: bool) -> None:
+    ranks = [[4, 4, 4], [8, 8, 0], [0, 0, 0], [8, 0, 0]]
+    bed = Bed(ranks, 24, [40, 7, 13], shared_a=shared_a, vectors=True)
+    slots, starts = [0, 1, 2, -1, 0, 3, 2], [0, 1, 0, 0, 2, 0, 1]
+    y, x = bed.inputs(14, torch.float32)
+    for s in (None, starts):
+        bed.check(run(bed, y, x, slots, starts=s), y, x, slots, s)
+
+
+@pytest.mark.parametrize("embedding", [False, True])
+def test_a_batch_without_any_delta(embedding: bool) -> None:
+    """Gains and shifts alone; and a row's -0.0 comes out as it does next to rows with a delta."""
+    bed = Bed([[0], [0], [0], [0], [16]], 33, [29], torch.bfloat16, embedding=embedding, vectors=True)
+    y, x = bed.inputs(5, torch.bfloat16)
+    y[1:4, :9] = -0.0
+    slots = [0, 1, 2, 3, -1]
+    got = run(bed, y, x, slots)
+    bed.check(got, y, x, slots)
+    assert same_bits(got[:4], run(bed, y, x, [0, 1, 2, 3, 4])[:4])
+
+
+def test_the_table_is_the_one_that_memory_writes() -> None:
+    assert META == layout.META
+
+
 def test_mixed_dtypes() -> None:
     """The adapters' dtype and the activations' may differ."""
     bed = Bed(RANKS, 33, [29], torch.bfloat16)
@@ -71,16 +120,19 @@ def test_cache_gives_the_same_bits() -> None:
 
 @pytest.mark.parametrize("embedding", [False, True])
 def test_rows_without_an_adapter_keep_their_bits(embedding: bool) -> None:
-    bed = Bed([[16], [0]], 33, [29], embedding=embedding)
-    y, x = bed.inputs(3, torch.float32)
-    y[0, 0], y[0, 1], y[0, 2], y[2, 0] = -0.0, float("nan"), float("inf"), -0.0
-    got = run(bed, y, x, [-1, 0, 1])
-    assert same_bits(got[::2], y[::2]) and not same_bits(got[1], y[1])
+    bed = Bed([[0], [0], [0], [16]], 33, [29], embedding=embedding, vectors=True)
+    y, x = bed.inputs(12, torch.float32)
+    y[::2, 0], y[::2, 1], y[::2, 2] = -0.0, float("nan"), float("inf")
+    keep = [0, 1, 4, 5, 8, 9, 10]  # the base, a slot without anything here, tokens before their start
+    for slots in ([-1, 3, 0, 1, -1, 2], [-1, 1, 0, 2, -1, 3]):
+        got = run(bed, y, x, slots, starts=[0, 1, 0, 0, 1, 1])
+        assert same_bits(got[keep], y[keep])
+        assert all(not same_bits(got[t], y[t]) for t in (3, 6, 7, 11))
 
 
 @pytest.mark.parametrize("embedding", [False, True])
 def test_a_poisoned_adapter_touches_only_its_rows(embedding: bool) -> None:
-    bed = Bed([[16], [3], [8]], 33, [29], embedding=embedding)
+    bed = Bed([[16], [3], [8]], 33, [29], embedding=embedding, vectors=True)
     y, x = bed.inputs(8, torch.float32)
     clean = run(bed, y, x, [0, 1, 2, -1])
     bed.poison(1)
@@ -104,25 +156,36 @@ def test_an_infinite_input_is_no_business_of_the_padding() -> None:
     rows=st.integers(1, 6),
     tokens=st.sampled_from([1, 2, 17]),
     k=st.sampled_from([33, 64, 576]),
+    dtype=st.sampled_from(DTYPES),
     embedding=st.booleans(),
 )
-def test_neighbours_change_no_bit(data: st.DataObject, rows: int, tokens: int, k: int, embedding: bool) -> None:
-    bed = Bed(RANKS, k, [96], embedding=embedding)
-    slots = st.lists(st.integers(-1, len(RANKS) - 1), min_size=rows, max_size=rows)
+def test_neighbours_change_no_bit(
+    data: st.DataObject, rows: int, tokens: int, k: int, dtype: torch.dtype, embedding: bool
+) -> None:
+    bed = Bed(RANKS_WITH_VECTORS, k, [96], embedding=embedding, vectors=True)
+    slots = st.lists(st.integers(-1, len(RANKS_WITH_VECTORS) - 1), min_size=rows, max_size=rows)
+    starts = st.one_of(st.none(), st.lists(st.integers(0, tokens), min_size=rows, max_size=rows))
     first, second = data.draw(slots), data.draw(slots)
     row = data.draw(st.integers(0, rows - 1))
     second[row] = first[row]
-    y, x = bed.inputs(rows * tokens, torch.float32)
-    y2, x2 = bed.inputs(rows * tokens, torch.float32, seed=2)
+    starts1, starts2 = data.draw(starts), data.draw(starts)
+    if starts2 is not None:
+        starts2[row] = starts1[row] if starts1 is not None else 0
+    elif starts1 is not None:
+        starts1[row] = 0
+    y, x = bed.inputs(rows * tokens, dtype)
+    y2, x2 = bed.inputs(rows * tokens, dtype, seed=2)
     span = slice(row * tokens, (row + 1) * tokens)
+    y[span, :5] = -0.0
     y2[span], x2[span] = y[span], x[span]
-    assert same_bits(run(bed, y, x, first)[span], run(bed, y2, x2, second)[span])
+    got = run(bed, y, x, first, starts=starts1)[span]
+    assert same_bits(got, run(bed, y2, x2, second, starts=starts2)[span])
 
 
 def test_ops_on_the_cpu() -> None:
-    bed = Bed([[r[0], 2] for r in RANKS], 33, [20, 9], site=0)
+    bed = Bed([[r[0], 2] for r in RANKS], 33, [20, 9], site=0, vectors=True)
     workspace = Workspace()
-    op = LinearOp(bed.data, bed.meta, bed.slot_elems, bed.zero_off, 0, 33, (20, 9), 128, workspace)
+    op = LinearOp(bed.data, bed.meta, bed.floats, bed.slot_elems, bed.zero_off, 0, 33, (20, 9), 128, workspace)
     y, x = bed.inputs(12, torch.float32)
     slots = [3, -1, 6]
     row_slots = torch.tensor(slots, dtype=torch.int32)
@@ -130,40 +193,52 @@ def test_ops_on_the_cpu() -> None:
     got = op(y.view(3, 4, 29), x.view(3, 4, 33), row_slots, 3, {})
     assert got.shape == (3, 4, 29) and same_bits(y, before)
     bed.check(got.view(12, 29), y, x, slots)
+    starts = [2, 0, 4]
+    row_starts = torch.tensor(starts, dtype=torch.int32)
+    got = op(y.view(3, 4, 29), x.view(3, 4, 33), row_slots, 3, {}, row_starts)
+    bed.check(got.view(12, 29), y, x, slots, starts)
 
-    table = Bed(RANKS, 50, [29], embedding=True)
-    embed = EmbeddingOp(table.data, table.meta, table.slot_elems, table.zero_off, table.site, 29, 128, workspace)
+    table = Bed(RANKS, 50, [29], embedding=True, vectors=True)
+    arena = (table.data, table.meta, table.floats, table.slot_elems, table.zero_off, table.site)
+    embed = EmbeddingOp(*arena, 29, 128, workspace)
     y, ids = table.inputs(12, torch.float32)
     got = embed(y.view(3, 4, 29), ids.view(3, 4), row_slots, 3)
     table.check(got.view(12, 29), y, ids, slots)
+    got = embed(y.view(3, 4, 29), ids.view(3, 4), row_slots, 3, None, row_starts)
+    table.check(got.view(12, 29), y, ids, slots, starts)
 
 
 def test_gradients_follow_the_input() -> None:
-    bed = Bed([[4]], 8, [8])
-    y, x = bed.inputs(2, torch.float32)
+    bed = Bed([[4], [4]], 8, [8], vectors=True)
+    y, x = bed.inputs(6, torch.float32)
     x.requires_grad_()
-    run(bed, y, x, [0, -1]).sum().backward()
-    assert x.grad is not None and x.grad[0].abs().sum() > 0 and x.grad[1].abs().sum() == 0
+    y.requires_grad_()
+    run(bed, y, x, [0, -1, 1], starts=[0, 0, 1]).sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all() and y.grad is not None
+    assert (x.grad.abs().sum(dim=1) > 0).tolist() == [True, True, False, False, False, True]
+    assert torch.equal(y.grad[:5], torch.ones(5, 8)) and torch.equal(y.grad[5], bed.gain[1, 0])
 
 
 def test_compiled_on_the_cpu() -> None:
     """The custom ops trace as one graph, and one graph serves every mix."""
-    bed = Bed([[4], [16], [0]], 24, [20])
-    table = Bed([[8], [3], [1]], 50, [24], embedding=True)
-    arena = (bed.data, bed.meta, bed.slot_elems, bed.zero_off, bed.site)
+    bed = Bed([[4], [16], [0]], 24, [20], vectors=True)
+    table = Bed([[8], [3], [1]], 50, [24], embedding=True, vectors=True)
+    arena = (bed.data, bed.meta, bed.floats, bed.slot_elems, bed.zero_off, bed.site)
     linear = LinearOp(*arena, 24, (20,), 16, Workspace())
-    arena = (table.data, table.meta, table.slot_elems, table.zero_off, table.site)
+    arena = (table.data, table.meta, table.floats, table.slot_elems, table.zero_off, table.site)
     embed = EmbeddingOp(*arena, 24, 8, Workspace())
     words, weight = torch.randn(50, 24), torch.randn(20, 24)
     graphs = []
+    row_starts = torch.zeros(3, dtype=torch.int32)
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> object:
         graphs.append(graph)
         return graph.forward
 
     def forward(ids: torch.Tensor, row_slots: torch.Tensor) -> torch.Tensor:
-        x = embed(torch.nn.functional.embedding(ids, words), ids, row_slots, 3)
-        return linear(torch.nn.functional.linear(x, weight), x, row_slots, 3)
+        x = embed(torch.nn.functional.embedding(ids, words), ids, row_slots, 3, None, row_starts)
+        x = linear(torch.nn.functional.linear(x, weight), x, row_slots, 3, None, row_starts)
+        return linear(x, torch.nn.functional.silu(x[..., :1]).expand(*x.shape[:2], 24), row_slots, 3)
 
     torch._dynamo.reset()
     compiled = torch.compile(forward, fullgraph=True, backend=backend)
@@ -171,11 +246,13 @@ def test_compiled_on_the_cpu() -> None:
     with torch.no_grad():
         for slots in ([0, 1, 2], [-1, 2, 0], [-1, -1, -1]):
             row_slots = torch.tensor(slots, dtype=torch.int32)
+            row_starts[:] = torch.tensor([slots[0] + 1, 0, 4])
             assert same_bits(compiled(ids, row_slots), forward(ids, row_slots))
     assert len(graphs) == 1
-    torch.library.opcheck(
-        torch.ops.hf_multilora.linear.default,
-        (torch.randn(6, 20), torch.randn(6, 24), bed.data, bed.meta, row_slots, 3, bed.site, [20])
-        + (bed.slot_elems, bed.zero_off, 16),
-    )
+    for starts in ((), (row_starts,)):
+        torch.library.opcheck(
+            torch.ops.hf_multilora.linear.default,
+            (torch.randn(6, 20), torch.randn(6, 24), bed.data, bed.meta, bed.floats, row_slots, 3, bed.site, [20])
+            + (bed.slot_elems, bed.zero_off, 16, *starts),
+        )
     torch._dynamo.reset()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_bed import DTYPES, POPULARITY, TOLERANCE, Bed, draw_slots, same_bits
+from kernel_bed import DTYPES, POPULARITY, RANKS_WITH_VECTORS, TOLERANCE, Bed, draw_slots, draw_starts, same_bits
 
 triton = pytest.importorskip("triton")
 
@@ -33,22 +33,31 @@ def bf16_in_the_interpreter() -> Iterator[None]:
         yield
 
 
-def run(bed: Bed, y: torch.Tensor, x: torch.Tensor, slots: list[int], max_rank: int | None = None) -> torch.Tensor:
+def run(
+    bed: Bed,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    slots: list[int],
+    max_rank: int | None = None,
+    starts: list[int] | None = None,
+) -> torch.Tensor:
     """The kernels on a copy of y, with planes full of NaN: what shrink did not write, expand must not read."""
     max_rank = max_rank or bed.max_rank
     rows, n = len(slots), y.shape[0]
     row_slots = torch.tensor(slots + [7, 7], dtype=torch.int32)
+    row_starts = None if starts is None else torch.tensor(starts + [0, 0], dtype=torch.int32)
     out = y.clone()
     recipes: dict = {}
-    arena = (bed.data, bed.meta, row_slots)
+    arena = (bed.data, bed.meta, bed.floats, row_slots)
     if bed.embedding:
         planes = torch.full((n * max_rank,), float("nan"))
-        tail = (rows, bed.site, bed.widths[0], bed.slot_elems, max_rank, recipes)
+        tail = (rows, bed.site, bed.widths[0], bed.slot_elems, max_rank, recipes, row_starts)
         launch.embed(out, x, *arena, planes, *tail)
         return out
     elems = launch.plane_elems(n, rows, bed.in_features, len(bed.widths), max_rank, x.dtype, bed.dtype)
     planes = torch.full((elems,), float("nan"))
-    launch.linear(out, x, *arena, planes, rows, bed.site, bed.widths, bed.slot_elems, max_rank, recipes)
+    tail = (rows, bed.site, bed.widths, bed.slot_elems, max_rank, recipes, row_starts)
+    launch.linear(out, x, *arena, planes, *tail)
     return out
 
 
@@ -62,6 +71,26 @@ def test_linear(dtype: torch.dtype, popularity: str, tokens: int) -> None:
     slots = draw_slots(popularity, 6, len(RANKS))
     y, x = bed.inputs(6 * tokens, dtype)
     bed.check(run(bed, y, x, slots), y, x, slots)
+
+
+@pytest.mark.parametrize("popularity", POPULARITY)
+@pytest.mark.parametrize(("tokens", "dtype"), [(1, torch.bfloat16), (3, torch.float16), (19, torch.float32)])
+@pytest.mark.parametrize("embedding", [False, True])
+def test_gains_shifts_and_starts(dtype: torch.dtype, popularity: str, tokens: int, embedding: bool) -> None:
+    bed = Bed(RANKS_WITH_VECTORS, 33, [29], dtype, embedding=embedding, vectors=True)
+    slots = draw_slots(popularity, 12, len(RANKS_WITH_VECTORS))
+    y, x = bed.inputs(12 * tokens, dtype)
+    for starts in (None, draw_starts(12, tokens, seed=3)):
+        bed.check(run(bed, y, x, slots, starts=starts), y, x, slots, starts)
+
+
+@pytest.mark.parametrize("embedding", [False, True])
+def test_starts_inside_and_at_the_edges_of_tiles(embedding: bool) -> None:
+    """Tiles take 32 (shrink) and 64 tokens (expand): the last token of one may be the first that is active."""
+    bed = Bed([[5], [16], [0], [3]], 40, [130], embedding=embedding, vectors=True)
+    slots, starts = [1, 3, 0, 2, 3, -1, 1], [0, 31, 32, 33, 63, 65, 70]
+    y, x = bed.inputs(7 * 70, torch.float32)
+    bed.check(run(bed, y, x, slots, starts=starts), y, x, slots, starts)
 
 
 @pytest.mark.parametrize(("k", "n"), [(64, 96), (300, 130), (1000, 17), (1, 1)])
@@ -91,10 +120,12 @@ def test_slices(widths: list[int], shared_a: bool, tokens: int) -> None:
         ranks = [[4] * 4, [8, 0, 8, 8], [0, 8, 8, 0], [0] * 4]
     else:
         ranks = [[4, 0, 9, 1], [8, 1, 3, 0], [0, 16, 0, 2], [0] * 4]
-    bed = Bed([r[: len(widths)] for r in ranks], 24, widths, shared_a=shared_a)
-    slots = [0, 1, 2, 3, -1, 1]
-    y, x = bed.inputs(6 * tokens, torch.float32)
-    bed.check(run(bed, y, x, slots, max_rank=16), y, x, slots)
+    slots, starts = [0, 1, 2, 3, -1, 1], [0, 1, 0, tokens // 2, 0, tokens]
+    for vectors in (False, True):
+        bed = Bed([r[: len(widths)] for r in ranks], 24, widths, shared_a=shared_a, vectors=vectors)
+        y, x = bed.inputs(6 * tokens, torch.float32)
+        bed.check(run(bed, y, x, slots, max_rank=16), y, x, slots)
+    bed.check(run(bed, y, x, slots, max_rank=16, starts=starts), y, x, slots, starts)
 
 
 @pytest.mark.parametrize("popularity", POPULARITY)
@@ -110,18 +141,22 @@ def test_embedding(dtype: torch.dtype, popularity: str, tokens: int) -> None:
 @pytest.mark.parametrize("embedding", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_rows_without_an_adapter_keep_their_bits(embedding: bool, tokens: int) -> None:
-    bed = Bed([[16], [0]], 33, [29], embedding=embedding)
-    y, x = bed.inputs(3 * tokens, torch.float32)
-    y[0, 0], y[0, 1], y[0, 2], y[2 * tokens, 0] = -0.0, float("nan"), float("inf"), -0.0
-    got = run(bed, y, x, [-1, 0, 1])
+    bed = Bed([[0], [0], [16]], 33, [29], embedding=embedding, vectors=True)
+    y, x = bed.inputs(4 * tokens, torch.float32)
+    y[::tokens, 0], y[::tokens, 1], y[::tokens, 2] = -0.0, float("nan"), float("inf")
     base = [*range(tokens), *range(2 * tokens, 3 * tokens)]
-    assert same_bits(got[base], y[base]) and not same_bits(got[tokens], y[tokens])
+    for slot in (1, 2):
+        got = run(bed, y, x, [-1, slot, 0, slot])
+        assert same_bits(got[base], y[base])
+        assert all(not same_bits(got[t], y[t]) for t in (tokens, 3 * tokens))
+        got = run(bed, y, x, [-1, slot, 0, slot], starts=[0, tokens, 0, tokens - 1])
+        assert same_bits(got[:-1], y[:-1]) and not same_bits(got[-1], y[-1])
 
 
 @pytest.mark.parametrize("embedding", [False, True])
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_a_poisoned_adapter_touches_only_its_rows(embedding: bool, tokens: int) -> None:
-    bed = Bed([[16], [3], [8]], 33, [29], embedding=embedding)
+    bed = Bed([[16], [3], [8]], 33, [29], embedding=embedding, vectors=True)
     y, x = bed.inputs(4 * tokens, torch.float32)
     clean = run(bed, y, x, [0, 1, 2, -1])
     bed.poison(1)
@@ -139,7 +174,7 @@ def test_strided_inputs() -> None:
     before = wide_y.clone()
     row_slots = torch.tensor([1, 0], dtype=torch.int32)
     planes = torch.full((1024,), float("nan"))
-    arena = (bed.data, bed.meta, row_slots, planes, 2, bed.site, bed.widths, bed.slot_elems, 16, {})
+    arena = (bed.data, bed.meta, bed.floats, row_slots, planes, 2, bed.site, bed.widths, bed.slot_elems, 16, {})
     launch.linear(wide_y[:, 16:48], wide_x[:, 3:35], *arena)
     bed.check(wide_y[:, 16:48].contiguous(), y, x, [1, 0])
     assert same_bits(wide_y[:, :16], before[:, :16]) and same_bits(wide_y[:, 48:], before[:, 48:])
@@ -157,16 +192,21 @@ def test_strided_inputs() -> None:
 def test_neighbours_change_no_bit(
     data: st.DataObject, rows: int, tokens: int, k: int, dtype: torch.dtype, embedding: bool
 ) -> None:
-    bed = Bed([[1], [3], [16], [33], [0]], k, [40], dtype, embedding=embedding)
-    slots = st.lists(st.integers(-1, 4), min_size=rows, max_size=rows)
+    bed = Bed([[1], [3], [16], [33], [0], [0], [8]], k, [40], dtype, embedding=embedding, vectors=True)
+    slots = st.lists(st.integers(-1, 6), min_size=rows, max_size=rows)
+    starts = st.lists(st.integers(0, tokens), min_size=rows, max_size=rows)
     first, second = data.draw(slots), data.draw(slots)
     row = data.draw(st.integers(0, rows - 1))
     second[row] = first[row]
+    starts1, starts2 = (data.draw(starts), data.draw(starts)) if data.draw(st.booleans()) else (None, None)
+    if starts1 is not None and starts2 is not None:
+        starts2[row] = starts1[row]
     y, x = bed.inputs(rows * tokens, dtype)
     y2, x2 = bed.inputs(rows * tokens, dtype, seed=2)
     span = slice(row * tokens, (row + 1) * tokens)
     y2[span], x2[span] = y[span], x[span]
-    assert same_bits(run(bed, y, x, first)[span], run(bed, y2, x2, second)[span])
+    got = run(bed, y, x, first, starts=starts1)[span]
+    assert same_bits(got, run(bed, y2, x2, second, starts=starts2)[span])
 
 
 class Compiled:
@@ -214,21 +254,29 @@ def test_prebuilt_launches_pass_what_ordinary_ones_do(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch._Prebuilding, "works", True)
     recipes: dict = {}
 
-    def call(site: int, seed: int) -> tuple[launch.Recipe | None, tuple]:
+    def call(site: int, seed: int, starts: bool = False) -> tuple[launch.Recipe | None, tuple]:
         y, x = bed.inputs(2, torch.float32, seed=seed)
         row_slots = torch.tensor([0, 1], dtype=torch.int32)
         planes = torch.empty(launch.plane_elems(2, 2, 32, 1, 16, x.dtype, bed.dtype))
-        arena = (bed.data, bed.meta, row_slots, planes, 2, site, bed.widths, bed.slot_elems, 16, recipes)
-        return launch.linear(y, x, *arena), (y, x, row_slots, planes)
+        arena = (bed.data, bed.meta, bed.floats, row_slots, planes, 2, site, bed.widths, bed.slot_elems, 16, recipes)
+        row_starts = torch.tensor([0, 1], dtype=torch.int32) if starts else None
+        return launch.linear(y, x, *arena, row_starts), (y, x, row_slots, row_starts, planes)
 
     recipe, keep = call(site=2, seed=1)
     assert recipe is not None and not compiled.calls and len(recipes) == 1
     again, other = call(site=5, seed=2)
     assert again is recipe and len(prepared) == 2, "the second call is prebuilt"
     for (grid, arguments), got, first in zip(prepared, compiled.calls, (other[1], other[0]), strict=True):
-        fixed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments[4:]]
-        varying = [first.data_ptr(), other[2].data_ptr(), other[3].data_ptr(), 5]
+        fixed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments[5:]]
+        slots = other[2].data_ptr()
+        varying = [first.data_ptr(), slots, slots, other[4].data_ptr(), 5]
         assert list(got) == [*grid, 99, 11, (4, 1, 0), None, None, None, *varying, *fixed]
+    compiled.calls.clear()
+    with_starts, _ = call(site=2, seed=1, starts=True)
+    assert with_starts is not recipe and not compiled.calls and len(recipes) == 2
+    again, other = call(site=2, seed=2, starts=True)
+    assert again is with_starts and len(prepared) == 4
+    assert all(got[10:12] == (other[2].data_ptr(), other[3].data_ptr()) for got in compiled.calls)
     del keep
 
 
@@ -239,6 +287,6 @@ def test_an_unknown_launcher_is_said_once(monkeypatch: pytest.MonkeyPatch, caplo
     y, x = bed.inputs(1, torch.float32)
     row_slots, planes = torch.zeros(1, dtype=torch.int32), torch.empty(1024)
     for _ in range(2):
-        arena = (bed.data, bed.meta, row_slots, planes, 1, bed.site, bed.widths, bed.slot_elems, 16, {})
+        arena = (bed.data, bed.meta, bed.floats, row_slots, planes, 1, bed.site, bed.widths, bed.slot_elems, 16, {})
         assert launch.linear(y, x, *arena) is None
     assert len(caplog.records) == 1 and "exactly 9 arguments" in caplog.text

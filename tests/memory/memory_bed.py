@@ -45,8 +45,10 @@ class Part:
     kind: str
     rank: int
     scaling: float
-    a: Ref
-    b: Ref
+    a: Ref | None
+    b: Ref | None
+    gain: Ref | None = None
+    shift: Ref | None = None
 
 
 TARGETS = {
@@ -109,7 +111,7 @@ def store_of(files: Files | None = None, *, max_loras: int = 2, **options) -> Ad
 def holds(store: AdapterStore, slot: int, packed: PackedAdapter) -> bool:
     """Whether a slot holds exactly these bytes, seen through the arena's own tables."""
     same_bytes = torch.equal(store.arena.slot(slot)[: packed.nbytes].cpu(), packed.block)
-    meta = store.arena.meta[slot, : 3 * LAYOUT.n_sites].view(-1, 3).cpu()
+    meta = store.arena.meta[slot, : 5 * LAYOUT.n_sites].view(-1, 5).cpu()
     return same_bytes and torch.equal(meta, packed.header())
 
 

@@ -1,4 +1,4 @@
-"""Packed blocks against plain maths: true ranks, alignment, transposes, folded scaling, sharing, mixes, casts."""
+"""Packed blocks against plain maths: ranks, alignment, transposes, scaling, vectors, shared factors, mixes, casts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from memory_bed import LAYOUT, RANK, TARGETS, Part, Ref, block, factor, holds, store_of
 
 from hf_multilora.config import MultiLoraConfig
-from hf_multilora.errors import AdapterMatchError, ConfigError
+from hf_multilora.errors import AdapterMatchError, ConfigError, UnsupportedAdapterError
 from hf_multilora.memory.arena import Arena
+from hf_multilora.memory.contents import features_of
 from hf_multilora.memory.estimate import estimate_memory
 from hf_multilora.memory.layout import Layout
 from hf_multilora.memory.pack import PackedAdapter, compose, pack
@@ -49,7 +50,7 @@ def test_sites_follow_the_targets():
     ]
     assert [s.index for s in LAYOUT.sites] == list(range(LAYOUT.n_sites))
     assert LAYOUT.site("qkv", 1).index == 2 and LAYOUT.site("down").index == 4
-    assert LAYOUT.header_bytes == 256 and LAYOUT.max_dim == 11
+    assert LAYOUT.header_bytes == 256 >= 5 * 8 * LAYOUT.n_sites and LAYOUT.max_dim == 11
 
 
 @given(ranks=SITES, dtype=st.sampled_from(DTYPES), stored=st.sampled_from(DTYPES), scaling=st.floats(0.01, 8))
@@ -62,8 +63,8 @@ def test_block_holds_the_factors(ranks, dtype, stored, scaling):
     header = packed.header()
     taken: list[tuple[int, int]] = []
     for site in LAYOUT.sites:
-        a_off, b_off, rank = header[site.index].tolist()
-        assert rank == ranks.get(site.index, 0)
+        a_off, b_off, rank, gain_off, shift_off = header[site.index].tolist()
+        assert rank == ranks.get(site.index, 0) and gain_off == shift_off == 0
         if not rank:
             assert a_off == b_off == 0
             continue
@@ -113,6 +114,106 @@ def test_one_tensor_under_two_scalings_is_two_factors():
         assert torch.equal(packed.factors(1)[1], b.tensor.t() * scalings[1])
 
 
+VECTORS = st.dictionaries(st.sampled_from(range(LAYOUT.n_sites)), st.tuples(st.booleans(), st.booleans()), min_size=1)
+
+
+def with_vectors(factors: list[Part], wanted: dict[int, tuple[bool, bool]]) -> list[Part]:
+    """`factors` with a gain and a shift where `wanted`; sites without factors get a rank of 0."""
+    parts = {LAYOUT.site(f.path, f.slice).index: f for f in factors}
+    generator = torch.Generator().manual_seed(5)
+    for index, flags in wanted.items():
+        site = LAYOUT.sites[index]
+        part = parts.get(index) or Part(site.path, site.slice, site.kind, 0, 1.0, None, None)
+        gain, shift = (
+            Ref((name, index), torch.randn(site.out_features, generator=generator)) if flag else None
+            for name, flag in zip(("gain", "shift"), flags, strict=True)
+        )
+        parts[index] = dataclasses.replace(part, gain=gain, shift=shift)
+    return list(parts.values())
+
+
+@given(ranks=SITES, wanted=VECTORS, dtype=st.sampled_from(DTYPES), stored=st.sampled_from(DTYPES))
+@settings(max_examples=60, deadline=None)
+def test_gains_and_shifts_beside_the_factors(ranks, wanted, dtype, stored):
+    parts = with_vectors(factors_of(ranks, dtype=stored), wanted)
+    packed = pack(parts, LAYOUT, dtype, pin=False)
+    touched = {site for site, flags in wanted.items() if any(flags)}
+    assert packed.ranks == dict.fromkeys(touched, 0) | ranks
+    cast = packed.to(torch.float16, pin=False)
+    assert cast.ranks == packed.ranks and (cast is packed) == (dtype == torch.float16)
+    taken: set[int] = set()
+    for part in parts:
+        site = LAYOUT.site(part.path, part.slice)
+        *_, rank, gain_off, shift_off = packed.header()[site.index].tolist()
+        vectors = packed.vectors(site.index)
+        for offset, ref, vector, other in zip(
+            (gain_off, shift_off), (part.gain, part.shift), vectors, cast.vectors(site.index), strict=True
+        ):
+            if ref is None:
+                assert offset == 0 and vector is None and other is None
+                continue
+            assert offset * 4 % 64 == 0 and offset * 4 >= LAYOUT.header_bytes
+            assert vector.dtype == torch.float32 and torch.equal(vector, ref.tensor) and torch.equal(other, ref.tensor)
+            here = set(range(offset, offset + site.out_features))
+            assert not here & taken
+            taken |= here
+        if rank:
+            scale = part.scaling * (part.gain.tensor if part.gain else torch.ones(site.out_features))
+            want = part.b.tensor.float().t() * scale
+            torch.testing.assert_close(
+                packed.factors(site.index)[1],
+                want.to(dtype),
+                rtol=2e-3 if dtype != torch.bfloat16 else 8e-3,
+                atol=1e-6,
+            )
+        else:
+            assert packed.header()[site.index, :2].tolist() == [0, 0]
+
+
+def test_a_gain_is_rounded_only_once_with_b():
+    f = factor("down", 0, 3, scaling=0.7)
+    gain = torch.rand(6) * 300
+    packed = pack([dataclasses.replace(f, gain=Ref("gain", gain))], LAYOUT, torch.bfloat16, pin=False)
+    assert torch.equal(packed.factors(4)[1], (f.b.tensor.t() * (gain * 0.7)).bfloat16())
+
+
+def test_one_b_under_two_gains_is_two_factors_and_equal_vectors_are_stored_once():
+    layout = Layout.from_targets({name: dataclasses.replace(TARGETS["down"], path=name) for name in ("one", "two")})
+    a, b, shift = Ref("a", torch.randn(2, 7)), Ref("b", torch.randn(6, 2)), Ref("shift", torch.randn(6))
+    gains = [Ref(i, torch.rand(6)) for i in range(2)]
+    parts = [
+        Part(name, 0, "linear", 2, 1.0, a, b, gain, shift) for name, gain in zip(("one", "two"), gains, strict=True)
+    ]
+    packed = pack(parts, layout, torch.float32, pin=False)
+    assert [len(set(column)) for column in packed.header().t().tolist()] == [1, 2, 1, 2, 1]
+    for i, gain in enumerate(gains):
+        assert torch.equal(packed.factors(i)[1], b.tensor.t() * gain.tensor)
+    assert torch.equal(packed.to(torch.bfloat16, pin=False).header()[:, 2:] != 0, packed.header()[:, 2:] != 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "features"),
+    [
+        ({"gain": Ref("g", torch.ones(6))}, ["DoRA"]),
+        ({"shift": Ref("s", torch.ones(6))}, ["biases"]),
+        ({"gain": Ref("g", torch.ones(6)), "shift": Ref("s", torch.ones(6))}, ["DoRA"]),
+    ],
+)
+def test_only_plain_adapters_are_mixed(change, features):
+    packed = pack([dataclasses.replace(factor("down", 0, 2), **change)], LAYOUT, torch.float32, pin=False)
+    assert features_of(packed) == features and features_of(block(1)) == []
+    with pytest.raises(UnsupportedAdapterError, match=features[0]):
+        compose([(block(1), 0.5), (packed, 0.5)], LAYOUT, torch.float32, pin=False)
+
+
+def test_a_default_slot_has_room_for_gains_and_shifts_at_the_maximum_rank():
+    everywhere = dict.fromkeys(range(LAYOUT.n_sites))
+    parts = with_vectors(factors_of(dict.fromkeys(everywhere, RANK)), dict.fromkeys(everywhere, (True, True)))
+    for dtype in DTYPES:
+        packed = pack(parts, LAYOUT, dtype, pin=False)
+        assert packed.nbytes <= LAYOUT.default_slot_bytes(RANK, dtype) < packed.nbytes + 256
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -121,6 +222,8 @@ def test_one_tensor_under_two_scalings_is_two_factors():
         ([dataclasses.replace(factor("down", 0, 2), rank=3)], "A has shape"),
         ([dataclasses.replace(factor("down", 0, 2), b=Ref("b", torch.zeros(6, 1)))], "B has shape"),
         ([dataclasses.replace(factor("down", 0, 2), a=Ref("a", torch.zeros(1, 7)))], "A has shape"),
+        ([dataclasses.replace(factor("down", 0, 2), gain=Ref("g", torch.ones(5)))], "gain has shape"),
+        ([dataclasses.replace(factor("down", 0, 2), shift=Ref("g", torch.ones(1)))], "shift has shape"),
     ],
 )
 def test_what_does_not_fit_the_layout_is_refused(wrong, message):
@@ -182,12 +285,15 @@ def test_arena_views(dtype):
     assert arena.slot_bytes == slot_bytes and slot_bytes % 256 == 0
     assert not arena.storage.any()
     arena.header(2)[3, 1] = 77
-    assert arena.meta[2, 3 * 3 + 1] == 77 and arena.slot(2).view(torch.int64)[3 * 3 + 1] == 77
+    assert arena.meta[2, 5 * 3 + 1] == 77 and arena.slot(2).view(torch.int64)[5 * 3 + 1] == 77
     arena.data[2 * arena.slot_elems] = 1
     assert arena.slot(2)[: dtype.itemsize].any()
     assert arena.tail.data_ptr() == arena.data[arena.zero_off :].data_ptr()
     assert arena.tail.numel() >= LAYOUT.max_dim and arena.zero_off == 3 * arena.slot_elems
     assert not arena.tail.any()
+    assert arena.floats.numel() * 4 == arena.storage.numel()
+    arena.floats[arena.slot_bytes // 4 + 64] = 1.5
+    assert arena.slot(1).view(torch.float32)[64] == 1.5
 
 
 def test_slot_without_room_for_its_table_is_refused():

@@ -388,7 +388,7 @@ def test_rows_never_change_under_threads(max_cpu_loras):
     def user(seed: int) -> None:
         rng = random.Random(seed)
         for _ in range(60):
-            keys = rng.sample(names, rng.randint(1, 3))
+            keys = rng.sample(names, rng.randint(1, 3))  # with a pair at most three: a pin takes a slot
             pair = tuple((name, 0.5) for name in rng.sample(names, 2))
             try:
                 lease = store.acquire([*keys, pair] if len(keys) < 3 and rng.random() < 0.5 else keys)

@@ -1,0 +1,78 @@
+"""Whole modules per row: what an adapter saved of a module replaces the base's for its own rows.
+
+The module runs once more on the whole batch with the adapter's tensors in place of its own, and the adapter's rows are
+selected from the result: the batch's shape, and with it every bit of a row, is the same whoever its neighbours are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..errors import RoutingError
+from ..routing import RowState, Saved
+from .base import LoraLayer
+
+
+def rows_of(state: RowState, slot: int, y: torch.Tensor) -> torch.Tensor:
+    """bool mask of the rows of a slot, shaped to broadcast over `y` `[rows, ...]` or `[rows * k, ...]`."""
+    mask = state.tensor == slot
+    if y.shape[0] != state.rows:
+        mask = mask.repeat_interleave(y.shape[0] // state.rows)
+    return mask.view(-1, *[1] * (y.dim() - 1))
+
+
+def widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    """`tensor` with its last dimension filled up with -inf: labels or tokens that it does not have."""
+    return F.pad(tensor, (0, width - tensor.shape[-1]), value=float("-inf")) if tensor.shape[-1] < width else tensor
+
+
+def select(state: RowState, slot: int, own: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`own` for the rows of a slot, `y` for the others; the narrower of the two is widened."""
+    width = max(own.shape[-1], y.shape[-1])
+    own, y = widened(own, width), widened(y, width)
+    return torch.where(rows_of(state, slot, y), own.to(y.dtype), y)
+
+
+def run_with(module: nn.Module, saved: Saved, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The module's forward with an adapter's tensors in place of its own."""
+    return torch.func.functional_call(module, dict(saved.parameters), args, dict(kwargs))
+
+
+class SavedLayer(LoraLayer):
+    """Wrapper of a module that adapters save whole and that carries no LoRA: norms, say, or convolutions.
+
+    It is put in when the first adapter that saves the module is registered.
+    """
+
+    kind = "saved"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        y = self.base_layer.forward(*args, **kwargs)
+        routing = self._routing
+        if torch.compiler.is_compiling():
+            if routing.traced and routing.refused:
+                raise RoutingError(f"{self._path} is saved whole by an adapter, which compiled forwards do not serve.")
+            return y
+        state = routing.state
+        if isinstance(state, RowState):
+            return self._own(y, args, kwargs, state)
+        return y if state is None else state.serve(lambda: self._served(y, args, kwargs), y, self._path)
+
+    def _served(self, y: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        state = self._routing.state
+        return self._own(y, args, kwargs, state) if isinstance(state, RowState) else y
+
+    def _own(self, y: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: RowState) -> Any:
+        if self._path not in state.saved:
+            return y
+        if not isinstance(y, torch.Tensor):
+            raise RoutingError(f"{self._path} is saved whole by an adapter, but returns a {type(y).__name__}.")
+        state = self._fitted(state, y.shape, y.dim() == 2)
+        for saved in state.saved[self._path]:
+            y = select(state, saved.slot, run_with(self.base_layer, saved, args, kwargs), y)
+        return y
