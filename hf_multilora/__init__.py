@@ -1,7 +1,7 @@
 """Many LoRA adapters, one generate() call: multi-LoRA for Hugging Face transformers models."""
 
 from ._version import __version__
-from .api import MultiLora, disable_multilora, enable_multilora, estimate_memory
+from .api import disable_multilora, enable_multilora, estimate_memory
 from .config import MultiLoraConfig
 from .errors import (
     AdapterExistsError,
@@ -17,6 +17,7 @@ from .errors import (
     UnsupportedAdapterError,
 )
 from .generation.streaming import BatchTextStreamer
+from .handle import MultiLora
 from .layers.registry import register_layer
 from .report import LoadReport, Status
 

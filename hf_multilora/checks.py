@@ -23,9 +23,9 @@ from .adapters.select import unmatched
 from .adapters.source import Request, resolve
 from .config import MultiLoraConfig
 from .errors import ModelError, UnsupportedAdapterError
-from .inject import survey
 from .memory.layout import FACTOR_ALIGN, Layout, align
 from .report import abridge, content_rows, count, describe, megabytes, summarise_modules
+from .survey import survey
 
 
 @dataclass

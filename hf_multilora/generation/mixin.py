@@ -14,7 +14,8 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.utils import logging
 
 from ..errors import ModelError, RoutingError
-from .calls import Calls, batch_rows
+from .call import batch_rows
+from .calls import Calls
 from .ids import one_of, to_keys
 from .logits import AdapterVocabularyLogitsProcessor
 from .waves import plan_waves, refuse_waves, run_waves

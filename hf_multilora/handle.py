@@ -1,0 +1,420 @@
+"""The handle that an enabled model carries as `model.multilora`."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .adapters.load import load_plan
+from .adapters.plan import AdapterPlan, SavedParam
+from .config import MultiLoraConfig
+from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, UnsupportedAdapterError, closest
+from .generation.calls import Calls
+from .generation.ids import BASE, names_of
+from .generation.logits import Vocabulary
+from .generation.mixin import restore_parts, swap_class, swap_parts
+from .inject import (
+    InstanceGuard,
+    check_containers,
+    check_intact,
+    containers,
+    placement,
+    saved_layer,
+    swap_in,
+    swap_out,
+)
+from .kernels.ops import EmbeddingOp, LinearOp, Workspace
+from .layers.embedding import LoraEmbedding
+from .layers.linear import LoraHead
+from .memory.estimate import estimate_memory as estimate_layout
+from .memory.layout import Layout
+from .memory.registry import Loaded
+from .memory.store import AdapterStore
+from .peft_model import Takeover
+from .report import AdapterStatus, LoadReport, Status
+from .routing import Routing
+from .survey import Survey, survey, tied_groups
+
+logger = logging.get_logger(__name__)
+
+
+class MultiLora:
+    """The handle of an enabled model: adapters, slots, and the ids of calls that cannot pass them."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: MultiLoraConfig,
+        takeover: Takeover | None = None,
+        store: AdapterStore | None = None,
+    ) -> None:
+        self.config = config
+        self._model = model
+        self._takeover = takeover
+        self._survey: Survey = survey(model, config)
+        device, dtype = placement(self._survey.found, config)
+        # Everything that can fail comes before the first change of the model.
+        self._layout = Layout.from_targets(self._survey.table.targets)
+        self.store = store or AdapterStore(self._layout, config, device, dtype)
+        self._tied = tied_groups(model)
+        self._routing = Routing(self.store.arena.device)
+        self._wrapping = threading.Lock()
+        self.calls = Calls(
+            self.store,
+            self._routing,
+            self.ensure,
+            self._check_layers,
+            lambda: model.training,
+            bool(getattr(model.config, "is_encoder_decoder", False)),
+        )
+        if config.extra_vocab_size and hasattr(model, "final_logits_bias"):
+            raise ConfigError(
+                f"extra_vocab_size={config.extra_vocab_size}: {type(model).__name__} adds a bias as wide as the base "
+                "vocabulary to its logits, which leaves no room for tokens of adapters. Leave extra_vocab_size=0."
+            )
+        if config.extra_vocab_size:
+            self.calls.vocabulary = Vocabulary(self._base_vocabulary(), config.extra_vocab_size)
+        model.__dict__.pop("_compiled_call", None)
+        self._wrappers = swap_in(self._survey.found, self._routing)
+        self._bind()
+        self._containers = containers(model, self._wrappers)
+        self._guard = InstanceGuard(model)
+        swap_parts(model, self.calls)
+        self._old_class = swap_class(model)
+        model.__dict__["multilora"] = self
+
+    def _bind(self) -> None:
+        """Build the ops of all wrappers over the arena as it lies now."""
+        arena, workspace = self.store.arena, Workspace()
+        for path, wrapper in self._wrappers.items():
+            target = self._survey.found[path].target
+            if target is None:
+                continue
+            first = self._layout.site(path, 0).index
+            common = (arena.data, arena.meta, arena.floats, arena.slot_elems, arena.zero_off, first)
+            op: LinearOp | EmbeddingOp
+            if target.kind == "embedding":
+                op = EmbeddingOp(*common, target.out_features, self.config.max_lora_rank, workspace)
+            else:
+                op = LinearOp(*common, target.in_features, target.widths, self.config.max_lora_rank, workspace)
+            wrapper.bind(frozenset(range(first, first + len(target.widths))), op)
+        extra, tied = self.config.extra_vocab_size, self._tied_embeddings()
+        for path in tied if extra else ():
+            if isinstance(self._wrappers.get(path), (LoraEmbedding, LoraHead)):
+                self._wrappers[path].__dict__["extra"] = extra
+        tokens = self._model.get_input_embeddings()
+        for wrapper in self._wrappers.values():
+            if isinstance(wrapper, LoraEmbedding):
+                wrapper.positions = wrapper is not tokens and wrapper._path not in tied
+
+    def _tied_embeddings(self) -> set[str]:
+        """Paths of the input embedding, the head, and every module that shares a matrix with one of them."""
+        ends = (self._model.get_input_embeddings(), self._model.get_output_embeddings())
+        paths = {path for path, module in self._model.named_modules() if any(module is end for end in ends)}
+        for path in list(paths):
+            paths |= {name.rpartition(".")[0] for name in self._tied.get(f"{path}.weight", ())}
+        return paths
+
+    def load(
+        self,
+        source: str | os.PathLike[str] | Mapping[str, torch.Tensor],
+        name: str | None = None,
+        *,
+        config: dict[str, Any] | None = None,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        subfolder: str | None = None,
+        reload: bool = False,
+        strict_base: bool = False,
+        ignore_untargeted: bool = False,
+        local_files_only: bool = False,
+    ) -> LoadReport:
+        """Register an adapter: read, check and pack it into host memory. It takes a slot when a call first names it.
+
+        Args:
+            source: folder, hub id, or tensors by their names in a checkpoint (then `config` is adapter_config.json).
+            name: the id to use later; the source itself if not given.
+            revision, token, subfolder, local_files_only: as in huggingface_hub.
+            reload: replace an adapter of this name. Rows in flight end on the weights they began with; if the new ones
+                cannot be loaded, the old ones stay.
+            strict_base: refuse an adapter that names another base model (else the report warns).
+            ignore_untargeted: leave out what `target_modules` of enable_multilora excludes (the report names it).
+
+        Raises:
+            AdapterExistsError: the name exists, and reload is False.
+            AdapterFormatError, AdapterMatchError, UnsupportedAdapterError: the checkpoint cannot be served; the
+                message says what and where. Nothing is changed then.
+            SlotError: it does not fit a slot, or host memory is full of pinned adapters.
+        """
+        in_memory = isinstance(source, Mapping)
+        if name is None:
+            if in_memory:
+                raise ConfigError("Tensors in memory need a name: load(tensors, name, config=...).")
+            name = os.fspath(source)  # type: ignore[arg-type]
+        if not isinstance(name, str) or not name or name == BASE:
+            raise ConfigError(f"{name!r} cannot name an adapter: expected a non-empty string other than {BASE!r}.")
+        read = functools.partial(
+            self._read_once([dict(source)]) if in_memory else functools.partial(self._read, source),  # type: ignore[arg-type]
+            max_lora_rank=self.config.max_lora_rank,
+            config=config,
+            revision=revision,
+            token=token,
+            subfolder=subfolder,
+            strict_base=strict_base,
+            ignore_untargeted=ignore_untargeted,
+            local_files_only=local_files_only,
+        )
+        return self.store.register(name, read, reload=reload, evictable=not in_memory).report(hashed=False)
+
+    def _read_once(self, box: list[dict[str, torch.Tensor]]) -> Callable[..., Loaded]:
+        """A loader of tensors in memory that lets go of them: the packed block is what stays."""
+
+        def read(**options: Any) -> Loaded:
+            if not box:
+                raise ModelError("This adapter was given as tensors, which are gone: pass them again to reload it.")
+            loaded = self._read(box[0], **options)
+            box.clear()
+            return loaded
+
+        return read
+
+    def load_many(self, sources: Mapping[str, Any], **options: Any) -> dict[str, LoadReport]:
+        """Register several adapters, `{name: source}`, with a progress bar (transformers' switches hide it)."""
+        bar = logging.tqdm(sources.items(), desc="Loading adapters", unit="adapter")
+        return {name: self.load(source, name, **options) for name, source in bar}
+
+    def _read(self, source: Any, **options: Any) -> Loaded:
+        with load_plan(source, self._survey.table, **options) as plan:
+            self._check_plan(plan)
+            saved = self._with_tied(plan)
+            packed = self.store.pack(
+                plan.factors,
+                saved=saved,
+                tokens=plan.tokens,
+                invocation=plan.invocation,
+                vocab_size=plan.vocab_size,
+                base_dtype=self._base_dtype,
+            )
+            self._wrap_saved(saved, plan.vocab_size)
+            return Loaded(
+                packed,
+                source=plan.source,
+                fingerprint=plan.fingerprint_of_source,
+                base_model=plan.base_model,
+                ignored=plan.ignored,
+                left_out=plan.left_out,
+                warnings=plan.warnings,
+                facts=plan.facts(),
+            )
+
+    def _check_plan(self, plan: AdapterPlan) -> None:
+        """Raises: UnsupportedAdapterError, ConfigError for what a checkpoint has and this model cannot serve."""
+        if plan.invocation and (plan.saved or plan.tokens):
+            raise UnsupportedAdapterError(
+                f"{plan.source}: an aLoRA that also saves whole modules or tokens is not served: these have no start."
+            )
+        size = self._base_vocabulary()
+        room = size + self.config.extra_vocab_size
+        if plan.vocab_size is not None and plan.vocab_size > room:
+            raise ConfigError(
+                f"{plan.source}: its vocabulary has {plan.vocab_size} tokens, the model serves {room}. Enable it with "
+                f"extra_vocab_size={plan.vocab_size - size}."
+            )
+
+    def _with_tied(self, plan: AdapterPlan) -> list[SavedParam]:
+        """A resized vocabulary was written into one matrix, and so into every module that shares it."""
+        saved = list(plan.saved)
+        known = {f"{item.path}.{item.name}" for item in saved}
+        for item in plan.saved if plan.vocab_size is not None else ():
+            for name in self._tied.get(f"{item.path}.{item.name}", ()):
+                if name not in known:
+                    path, _, attribute = name.rpartition(".")
+                    saved.append(SavedParam(path, attribute, item.ref))
+                    known.add(name)
+        return saved
+
+    def _wrap_saved(self, saved: Iterable[SavedParam], vocab_size: int | None) -> None:
+        """Put wrappers around modules that this is the first adapter to save."""
+        self._wrap_modules(f"{item.path}.{item.name}".rpartition(".")[0] for item in saved)
+        with self._wrapping:
+            if vocab_size is not None and self.calls.vocabulary is None:
+                self.calls.vocabulary = Vocabulary(self._base_vocabulary(), self.config.extra_vocab_size)
+
+    def _wrap_modules(self, paths: Iterable[str]) -> None:
+        with self._wrapping:
+            for path in set(paths) - set(self._wrappers):
+                self._survey.found[path] = item = saved_layer(self._model, path)
+                self._wrappers |= swap_in({path: item}, self._routing)
+
+    def _base_dtype(self, path: str, name: str) -> torch.dtype | None:
+        """dtype of a parameter of the base model; what adapters save of it is kept in the same."""
+        parameter = self._survey.table.read_base(f"{path}.{name}" if path else name)
+        return None if parameter is None else parameter.dtype
+
+    def _base_vocabulary(self) -> int:
+        embedding = self._model.get_input_embeddings()
+        return int(getattr(embedding, "num_embeddings", self._model.config.get_text_config().vocab_size))
+
+    def reload(self, name: str, source: Any = None, **options: Any) -> LoadReport:
+        """Read an adapter again, from `source` or from where it came; see `load`."""
+        if source is not None:
+            return self.load(source, name, reload=True, **options)
+        version = self.store.entry(name).version
+        return self.store.register(name, version.load, reload=True, evictable=version.evictable).report(hashed=False)
+
+    def report(self, name: str) -> LoadReport:
+        """The report of a registered adapter, with the hash of its content where it has no hub commit.
+
+        Raises:
+            AdapterNotFoundError: not registered.
+        """
+        return self.store.entry(name).report()
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter. Calls that use it end first; then its slot and its host memory are free.
+
+        Raises:
+            AdapterNotFoundError: not registered.
+            SlotError: called from inside of a call that uses it, which would wait for itself.
+        """
+        self._check_wait("unloaded")
+        call = self.calls.current()
+        if call is not None and call.lease is not None:
+            busy = {n for key in call.lease.slots for n in names_of(key)}
+            if name in busy:
+                raise SlotError(f"{name!r} is in use by the call that this runs in. Unload it after that call.")
+        if name in names_of(self.calls.default):
+            self.calls.default = None
+        self.store.unload(name)
+
+    def pin(self, name: str) -> None:
+        """Bring an adapter into a slot and keep it there, and in host memory, until `unpin`.
+
+        Raises:
+            SlotError: every slot is pinned already.
+        """
+        self.ensure(name)
+        self._check_wait("pinned")
+        self.store.pin(name)
+
+    def _check_wait(self, what: str) -> None:
+        if self.calls.holds_lock():
+            raise SlotError(
+                f"An adapter cannot be {what} from inside of a forward, or of a `use` block of a compiled model: "
+                "calls that would have to end first may be waiting for this one."
+            )
+
+    def unpin(self, name: str) -> None:
+        """Let an adapter be evicted again."""
+        self.store.unpin(name)
+
+    def prefetch(self, names: str | Iterable[str]) -> None:
+        """Start to bring adapters into slots while the device computes; nothing that is in use is evicted."""
+        wanted = [names] if isinstance(names, str) else list(names)
+        for name in wanted:
+            self.ensure(name)
+        self.store.prefetch(wanted)
+
+    def use(self, adapter_ids: Any) -> AbstractContextManager[None]:
+        """Ids for code that cannot pass them: `with model.multilora.use(["a", None]): compiled_model(...)`.
+
+        The block holds the model's lock: other threads wait until it ends. Outputs carry no gradient.
+        """
+        return self.calls.use(adapter_ids)
+
+    @property
+    def adapters(self) -> dict[str, AdapterStatus]:
+        """Registered adapters by name."""
+        return {adapter.name: adapter for adapter in self.status().adapters}
+
+    def status(self) -> Status:
+        """Slots, adapters, and the statistics of both levels of cache."""
+        return self.store.status()
+
+    def estimate_memory(self, **options: Any) -> dict[str, Any]:
+        """Bytes of the slots as they are, or as they would be with other options."""
+        config = replace(self.config, **options)
+        return estimate(self._layout, config, config.torch_dtype() or self.store.arena.dtype)
+
+    def ensure(self, name: str) -> None:
+        """Load a name that is not registered yet, where on-demand loading allows it.
+
+        Raises:
+            AdapterNotFoundError: with the closest names, and what would load it.
+        """
+        with suppress(AdapterNotFoundError):
+            self.store.entry(name)
+            return
+        if self.config.on_demand and ("/" in name or Path(name).is_dir()):
+            self.store.ensure(name, functools.partial(self._read, name, max_lora_rank=self.config.max_lora_rank))
+            return
+        known = self.store.names()
+        hint = "" if self.config.on_demand else " On-demand loading is off (on_demand=False)."
+        listed = f" Registered: {', '.join(map(repr, known[:8]))}{' …' if len(known) > 8 else ''}." if known else ""
+        raise AdapterNotFoundError(
+            f"No adapter {name!r} is registered.{closest(name, known)}{listed}{hint} Load it first: "
+            f"model.load_adapter(path, adapter_name={name!r})."
+        )
+
+    def _check_layers(self, sites: Collection[int]) -> None:
+        paths = dict.fromkeys(self._layout.sites[site].path for site in sites)
+        check_intact(paths, self._survey.found, self._wrappers)
+        check_containers(self._containers)
+
+    def follow_model(self) -> None:
+        """After model.to(), half() and the like: slots and adapters move along."""
+        device, dtype = placement(self._survey.found, self.config)
+        if self.store.retarget(device, dtype, base_dtype=self._base_dtype):
+            self._routing.to(self.store.arena.device)
+            self._bind()
+
+    def copy_model(self, memo: dict[int, Any]) -> Any:
+        """A deep copy of the model, enabled, with slots of its own and the same adapters registered."""
+        with self.calls.lock:
+            twin = self._old_class.__new__(self._old_class)
+            memo[id(self._model)] = twin
+            hidden = self._guard.hidden
+            for key, value in self._model.__dict__.items():
+                if key not in ("multilora", "_compiled_call"):
+                    twin.__dict__[key] = copy.deepcopy(hidden.get(key, value), memo)
+            handle = MultiLora(twin, self.config, None, copy.deepcopy(self.store))
+            handle.calls.default = self.calls.default
+            handle._wrap_modules(path for path, item in self._survey.found.items() if item.target is None)
+            handle.calls.vocabulary = self.calls.vocabulary
+            return twin
+
+    def detach(self) -> None:
+        """Undo everything (see `disable_multilora`)."""
+        busy = [adapter.name for adapter in self.status().adapters if adapter.in_use]
+        if busy:
+            raise ModelError(f"Calls in flight still use {', '.join(busy)}. Let them end before disabling.")
+        with self.calls.stopped("disabled"):
+            swap_out(self._survey.found, self._wrappers)
+            self._guard.undo()
+            restore_parts(self._model)
+            self._model.__class__ = self._old_class
+            del self._model.__dict__["multilora"]
+            self._model.__dict__.pop("_compiled_call", None)
+            if self._takeover is not None:
+                self._takeover.give_back()
+
+    def __repr__(self) -> str:
+        return f"MultiLora({self.status()!s})"
+
+    def _repr_html_(self) -> str:
+        return self.status()._repr_html_()
+
+
+def estimate(layout: Layout, config: MultiLoraConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return estimate_layout(layout, config.max_loras, config.max_lora_rank, dtype, slot_bytes=config.slot_bytes)

@@ -1,0 +1,176 @@
+"""Finds the layers of a model that can carry adapters, by type."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from .adapters.targets import Target, TargetTable
+from .config import MultiLoraConfig
+from .errors import ConfigError, ModelError, closest
+from .layers import LoraLayer, wrapper_for
+from .layers.linear import LoraHead, LoraLinear
+from .sources import outside_of_text, refusal, scattered, slices
+
+
+@dataclass
+class Found:
+    """One layer that carries adapters: its wrapper class and every place it has in the model.
+
+    `target` is None for a module that adapters only save whole.
+    """
+
+    module: nn.Module
+    wrapper: type[LoraLayer]
+    target: Target | None
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)  # (parent, attribute)
+    scattered: str = ""  # why its inputs do not begin with rows of the batch; empty where they do
+
+
+@dataclass
+class Survey:
+    """What a model offers: layers to wrap, and the table that checkpoints are matched against."""
+
+    found: dict[str, Found]
+    table: TargetTable
+
+
+def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
+    """Look at every module of `model` once; nothing is changed.
+
+    Raises:
+        ConfigError: `target_modules` selects nothing, or selects a layer that cannot carry an adapter.
+    """
+    found: dict[str, Found] = {}
+    refused: dict[str, str] = {}
+    untargeted: set[str] = set()
+    first_path: dict[int, str] = {}
+    aliases: list[tuple[str, str]] = []
+    modules = []
+    outside = outside_of_text(model)
+    head = model.get_output_embeddings()
+    for path, parent, name, module in walk(model):
+        modules.append(path)
+        wrapper = wrapper_for(type(module))
+        if wrapper is None:
+            continue
+        if id(module) in first_path:
+            original = first_path[id(module)]
+            aliases.append((rf"^{re.escape(path)}(?=\.)", original))
+            if original in found:
+                found[original].places.append((parent, name))
+            continue
+        first_path[id(module)] = path
+        reason = refusal(path, parent, name, module, outside)
+        if reason is None:
+            try:
+                inside, out = wrapper.dimensions(module)
+            except ValueError as error:
+                reason = f"its size is unknown: {error}"
+        if reason is not None:
+            refused[path] = reason
+        elif not selected(path, config.target_modules):
+            untargeted.add(path)
+        else:
+            if module is head and config.extra_vocab_size and issubclass(wrapper, LoraLinear):
+                wrapper = LoraHead
+            target = Target(
+                path,
+                wrapper.kind,
+                inside,
+                out,
+                slices(model, parent, name, out),
+                wrapper.output_scale(module),
+                transposed=isinstance(module, Conv1D),
+                has_bias=wrapper.kind == "linear" and getattr(module, "bias", None) is not None,
+            )
+            found[path] = Found(module, wrapper, target, [(parent, name)], scattered(model, path))
+    _check_selection(config, found, refused, modules)
+    table = TargetTable(
+        targets={path: item.target for path, item in found.items() if item.target is not None},
+        refused=refused,
+        untargeted=frozenset(untargeted),
+        modules=tuple(modules),
+        base_name=getattr(model.config, "_name_or_path", None) or None,
+        read_base=functools.partial(_read_base, model),
+        prefixes=(*aliases, *_renamed_keys(model)),
+        parameters={name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
+        tied=frozenset(tied_groups(model)),
+    )
+    return Survey(found, table)
+
+
+def tied_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Name of each parameter that is tied -> the names of all that share it."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
+
+
+def selected(path: str, target_modules: Sequence[str] | str | None) -> bool:
+    """PEFT's rule: a string is a regex over the whole path, a list holds whole names or dotted suffixes."""
+    if target_modules is None:
+        return True
+    if isinstance(target_modules, str):
+        return re.fullmatch(target_modules, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in target_modules)
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """(path, parent, attribute, module), once per place; a module that hangs in two places comes twice."""
+    for parent_path, parent in model.named_modules():
+        for name, module in parent._modules.items():
+            if module is not None:
+                yield f"{parent_path}.{name}" if parent_path else name, parent, name, module
+
+
+def _read_base(model: nn.Module, name: str) -> torch.Tensor | None:
+    """The base model's own parameter or buffer of this name, or None."""
+    path, _, attribute = name.rpartition(".")
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:
+        return None
+    value = getattr(module, attribute, None)
+    if isinstance(value, torch.Tensor) and value.device.type == "meta":
+        # accelerate keeps the weights of an offloaded layer with the hook on it, or on what it wraps.
+        layers = [module, module.base_layer] if isinstance(module, LoraLayer) else [module]
+        maps = [getattr(layer.__dict__.get("_hf_hook"), "weights_map", None) for layer in layers]
+        value = next((weights[attribute] for weights in maps if weights is not None), value)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _renamed_keys(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:
+    """Renamings of module paths that transformers applies to older checkpoints of this class."""
+    mapping = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+    return tuple((str(old), str(new)) for old, new in mapping.items())
+
+
+def _check_selection(
+    config: MultiLoraConfig, found: dict[str, Found], refused: dict[str, str], modules: list[str]
+) -> None:
+    wanted = config.target_modules
+    if wanted is None:
+        if not found:
+            raise ModelError("The model has no layer that can carry an adapter (linear, Conv1D or embedding).")
+        return
+    named = [wanted] if isinstance(wanted, str) else list(wanted)
+    for entry in named:
+        pattern: Sequence[str] | str = entry if isinstance(wanted, str) else [entry]
+        if any(selected(path, pattern) for path in found):
+            continue
+        hit = next((path for path in refused if selected(path, pattern)), None)
+        if hit is not None:
+            raise ConfigError(f"target_modules names {entry!r}, but {hit} cannot carry an adapter: {refused[hit]}.")
+        raise ConfigError(
+            f"target_modules={entry!r} matches no layer of the model."
+            + closest(entry.rpartition(".")[2], {path.rpartition(".")[2] for path in modules})
+        )
