@@ -14,6 +14,7 @@ from transformers.generation.logits_process import UnbatchedClassifierFreeGuidan
 from transformers.utils import logging
 
 from ..errors import ModelError, RoutingError
+from ..layers import LoraLayer
 from .call import batch_rows
 from .calls import Calls
 from .ids import one_of, to_keys
@@ -209,9 +210,13 @@ def _begin(calls: Calls, two_lengths: bool, args: Any, kwargs: dict[str, Any], r
 
 
 def swap_parts(model: PreTrainedModel, calls: Calls) -> None:
-    """Give the models inside of `model` classes that run under the ids of their caller's call."""
+    """Give the models inside of `model` classes that run under the ids of their caller's call.
+
+    Those without a wrapped layer (vision towers) are left alone: what they see are not rows of the batch.
+    """
     for part in model.modules():
-        if part is not model and isinstance(part, PreTrainedModel):
+        inside = part is not model and isinstance(part, PreTrainedModel)
+        if inside and any(isinstance(module, LoraLayer) for module in part.modules()):
             old = type(part)
             part.__dict__.update(_multilora_calls=calls, _multilora_class=old)
             part.__class__ = _part_class(old)  # type: ignore[arg-type]
