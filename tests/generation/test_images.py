@@ -46,7 +46,8 @@ def test_rows_with_one_and_with_two_images(model: LlavaForConditionalGeneration,
     def generate(adapter_ids: Any) -> torch.Tensor:
         torch.manual_seed(0)
         return model.generate(
-            input_ids=ids, pixel_values=pixels, attention_mask=(ids != 0).long(), pad_token_id=0, adapter_ids=adapter_ids,
+            input_ids=ids, pixel_values=pixels, attention_mask=(ids != 0).long(), pad_token_id=0,
+            adapter_ids=adapter_ids,
             **{"max_new_tokens": 5, "do_sample": False, **options},
         )  # fmt: skip
 
