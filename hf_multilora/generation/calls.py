@@ -172,14 +172,16 @@ class Calls:
                 forward ran another number of rows than there are ids. (Others raise at once.)
         """
         with self.open(ids, None) as call, self._exclusive(call):
-            self._blocks.append(call)
-            self.routing.seen = 0
-            self._trace()
+            with self.lock:
+                self._blocks.append(call)
+                self.routing.seen = 0
+                self._trace()
             try:
                 yield
             finally:
-                self._blocks.remove(call)
-                self._trace()
+                with self.lock:
+                    self._blocks.remove(call)
+                    self._trace()
             seen = int(self.routing.seen)
             if call.state is not None and seen:
                 call.check_rows(seen)
@@ -239,7 +241,9 @@ class Calls:
             return self._run(call, fn, args, kwargs)
 
     def _run(self, call: Call | None, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        cache = find_cache(kwargs) or next((a for a in args if isinstance(a, (Cache, EncoderDecoderCache))), None)
+        cache = find_cache(kwargs)  # an empty cache is false, and still the one that will be written
+        if cache is None:
+            cache = next((a for a in args if isinstance(a, (Cache, EncoderDecoderCache))), None)
         rows = batch_rows(args, kwargs)
         if call is not None:
             call.check_rows(rows)
