@@ -14,7 +14,14 @@ from enabled import enabled
 from models import FAMILIES, prompts
 from oracle import adapters, load_peft, relative_error
 from peft import PeftModel
-from transformers import Blip2Config, Blip2ForConditionalGeneration, XLNetConfig, XLNetLMHeadModel
+from transformers import (
+    Blip2Config,
+    Blip2ForConditionalGeneration,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    XLNetConfig,
+    XLNetLMHeadModel,
+)
 
 from hf_multilora import (
     CacheMismatchError,
@@ -297,3 +304,39 @@ def test_sequence_first_models_take_one_adapter_at_a_time() -> None:
         model(ids, adapter_ids=["a", None, "a"])
     assert not torch.equal(model(ids, adapter_ids="a").logits, model(ids).logits)
     assert torch.equal(model(ids, adapter_ids=["a", "a", "a"]).logits, model(ids, adapter_ids="a").logits)
+
+
+def test_generate_that_was_kept_before_enabling() -> None:
+    """The default adapter reaches the encoder too, which generate() calls on its own."""
+    family = FAMILIES["t5"]
+    model = family.build()
+    kept = model.generate
+    enable_multilora(model, max_lora_rank=16)
+    model.load_adapter(adapters("t5")["r8"], adapter_name="r8")
+    model.set_adapter("r8")
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    want = load_peft(family.build(), adapters("t5")["r8"]).generate(**prompts(2, side="right"), **options)
+    assert torch.equal(kept(**prompts(2, side="right"), **options), want)
+
+
+def test_a_selection_of_tokens_is_not_taken_for_rows() -> None:
+    """ModernBERT may run its head on the labelled tokens alone: six of them are not three rows of two."""
+    torch.manual_seed(0)
+    config = ModernBertConfig(
+        vocab_size=99, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        sparse_prediction=True, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+    )  # fmt: skip
+    model = ModernBertForMaskedLM(config).eval()
+    enable_multilora(model, max_lora_rank=4)
+    tensors = {
+        "base_model.model.head.dense.lora_A.weight": torch.randn(4, 32),
+        "base_model.model.head.dense.lora_B.weight": torch.randn(32, 4),
+    }
+    lora = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["dense"]}
+    model.load_adapter(adapter_state_dict=tensors, peft_config=lora, adapter_name="a")
+    ids = torch.randint(3, 99, (3, 5))
+    labels = torch.full_like(ids, -100)
+    labels[0, :3] = labels[1, 0] = labels[2, 3:] = 7
+    with pytest.raises(RoutingError, match="one adapter at a time"):
+        model(input_ids=ids, labels=labels, adapter_ids=["a", None, "a"])
+    assert torch.isfinite(model(input_ids=ids, labels=labels, adapter_ids="a").loss)
