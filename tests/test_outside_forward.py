@@ -19,6 +19,8 @@ from transformers import (
     Blip2ForConditionalGeneration,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     XLNetConfig,
     XLNetLMHeadModel,
 )
@@ -340,3 +342,27 @@ def test_a_selection_of_tokens_is_not_taken_for_rows() -> None:
     with pytest.raises(RoutingError, match="one adapter at a time"):
         model(input_ids=ids, labels=labels, adapter_ids=["a", None, "a"])
     assert torch.isfinite(model(input_ids=ids, labels=labels, adapter_ids="a").loss)
+
+
+def test_states_that_are_no_cache_are_tagged_too() -> None:
+    """RWKV returns a list of tensors, XLNet its memories."""
+    torch.manual_seed(0)
+    rwkv = RwkvForCausalLM(RwkvConfig(vocab_size=99, hidden_size=32, attention_hidden_size=32, num_hidden_layers=2))
+    xlnet = XLNetLMHeadModel(XLNetConfig(vocab_size=99, d_model=32, n_layer=1, n_head=2, d_inner=48, mem_len=8))
+    cases = (
+        (rwkv, "rwkv.blocks.0.attention.key", (32, 32), "0.attention.key", "state", {"use_cache": True}),
+        (xlnet, "transformer.layer.0.ff.layer_1", (32, 48), "layer_1", "mems", {"use_mems": True}),
+    )
+    for model, path, (width_in, width_out), target, name, options in cases:
+        enable_multilora(model.eval(), max_lora_rank=4)
+        tensors = {
+            f"base_model.model.{path}.lora_A.weight": torch.randn(4, width_in),
+            f"base_model.model.{path}.lora_B.weight": torch.randn(width_out, 4),
+        }
+        lora = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [target]}
+        model.load_adapter(adapter_state_dict=tensors, peft_config=lora, adapter_name="a")
+        state = getattr(model(X % 99, adapter_ids="a", **options), name)
+        model(X[:, :1] % 99, **{name: state}, adapter_ids="a", **options)
+        state = getattr(model(X % 99, adapter_ids="a", **options), name)
+        with pytest.raises(CacheMismatchError, match=name):
+            model(X[:, :1] % 99, **{name: state}, **options)

@@ -8,6 +8,7 @@ without a tag was written by the base model.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -163,6 +164,51 @@ def cached_length(cache: Any) -> int:
 def _holds_state(layer: Any) -> bool:
     state = getattr(layer, "has_previous_state", getattr(layer, "is_initialized", True))
     return any(state.values()) if isinstance(state, dict) else bool(state)
+
+
+class StateTags:
+    """Tags of states that are no Cache and cannot carry one: RWKV's `state`, XLNet's `mems`, Reformer's buckets.
+
+    They are known by their first tensor, as long as it lives; one that nobody here has seen is let pass.
+    """
+
+    _names = ("state", "mems", "past_buckets_states")
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[torch.Tensor], tuple[Hashable | None, ...]]] = {}
+
+    def check(self, kwargs: dict[str, Any], rows: Sequence[Hashable | None]) -> None:
+        """Raises: CacheMismatchError where a state was written under other ids."""
+        for name in self._names:
+            tensor = _first_tensor(kwargs.get(name))
+            seen = self._known.get(id(tensor)) if tensor is not None else None
+            if seen is None or seen[0]() is not tensor:
+                continue
+            for row, (old, new) in enumerate(zip(seen[1], rows, strict=False)):
+                if old != new:
+                    raise CacheMismatchError(
+                        f"Row {row} of {name} was written by {_describe(old)}, and would go on under "
+                        f"{_describe(new)}. Pass the same adapter_ids, or start anew."
+                    )
+
+    def write(self, output: Any, rows: Sequence[Hashable | None]) -> None:
+        """Note who has written the states that a forward returns."""
+        for name in self._names:
+            tensor = _first_tensor(getattr(output, name, None))
+            if tensor is not None:
+                gone = functools.partial(_forget, self._known, id(tensor))
+                self._known[id(tensor)] = (weakref.ref(tensor, gone), tuple(rows))
+
+
+def _forget(known: dict[int, Any], key: int, gone: weakref.ref[torch.Tensor]) -> None:
+    if key in known and known[key][0] is gone:
+        del known[key]
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    while isinstance(value, (list, tuple)) and value:
+        value = value[0]
+    return value if isinstance(value, torch.Tensor) else None
 
 
 def _describe(tag: Hashable | None) -> str:

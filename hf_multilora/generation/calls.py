@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ..errors import ModelError, RoutingError
 from ..memory.store import AdapterStore
 from ..routing import Idle, Routing, RowState
-from .cache import cached_length, check_cache, find_cache, write_tag
+from .cache import StateTags, cached_length, check_cache, find_cache, write_tag
 from .call import Call, Life, batch_rows, token_ids
 from .gate import Gate
 from .ids import Key, names_of, to_keys
@@ -67,6 +67,7 @@ class Calls:
         self._blocks: list[Call] = []  # `use` blocks, the newest last
         self._users: dict[int, int] = {}  # threads inside of `use` blocks that hold the lock
         self._stream: torch.cuda.Stream | None = None
+        self._states = StateTags()
         routing.publish(self._idle)
 
     @property
@@ -258,8 +259,10 @@ class Calls:
                 call, state = self._invoked(call, args, kwargs, cache, past)
             if cache is not None:
                 check_cache(cache, self._tags(call, cache, rows), call and call.token)
+            self._states.check(kwargs, self._tags(call, None, rows))
             with self._published(call, state, self._tokens(args, kwargs)):
                 output = fn(*args, **kwargs)
+            self._states.write(output, self._tags(call, None, rows))
             logits = getattr(output, "logits", None)
             if self.vocabulary is not None and isinstance(logits, torch.Tensor) and logits.dim() > 1:
                 output.logits = self.vocabulary.mask(logits, call.vocabulary if call is not None else ())
