@@ -256,6 +256,7 @@ class MultiLora:
             for path in set(paths) - set(self._wrappers):
                 self._survey.found[path] = item = saved_layer(self._model, path)
                 self._wrappers |= swap_in({path: item}, self._routing)
+                self._containers += containers(self._model, [path])
 
     def _base_dtype(self, path: str, name: str) -> torch.dtype | None:
         """dtype of a parameter of the base model; what adapters save of it is kept in the same."""
@@ -329,7 +330,8 @@ class MultiLora:
     def use(self, adapter_ids: Any) -> AbstractContextManager[None]:
         """Ids for code that cannot pass them: `with model.multilora.use(["a", None]): compiled_model(...)`.
 
-        The block holds the model's lock: other threads wait until it ends. Outputs carry no gradient.
+        The ids belong to this thread or task; a thread that is started inside of the block does not have them. Once
+        the user has compiled the model, blocks hold its lock, and other threads wait until they end.
         """
         return self.calls.use(adapter_ids)
 
@@ -367,8 +369,8 @@ class MultiLora:
             f"model.load_adapter(path, adapter_name={name!r})."
         )
 
-    def _check_layers(self, sites: Collection[int]) -> None:
-        paths = dict.fromkeys(self._layout.sites[site].path for site in sites)
+    def _check_layers(self, sites: Collection[int], saved: Iterable[str]) -> None:
+        paths = dict.fromkeys(self._layout.sites[site].path for site in sites) | dict.fromkeys(saved)
         check_intact(paths, self._survey.found, self._wrappers)
         check_containers(self._containers)
 

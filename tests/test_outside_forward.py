@@ -24,6 +24,7 @@ from transformers import (
     XLNetConfig,
     XLNetLMHeadModel,
 )
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_multilora import (
     CacheMismatchError,
@@ -366,3 +367,29 @@ def test_states_that_are_no_cache_are_tagged_too() -> None:
         state = getattr(model(X % 99, adapter_ids="a", **options), name)
         with pytest.raises(CacheMismatchError, match=name):
             model(X[:, :1] % 99, **{name: state}, **options)
+
+
+@pytest.mark.parametrize("path", ["model.norm", "model.layers.0"])
+def test_a_replaced_module_that_an_adapter_saved_is_noticed(path: str) -> None:
+    """Norms get their wrapper when the first adapter saves them; without it the base's would serve its rows."""
+    base = FAMILIES["llama"].build()
+    attention = "model.layers.1.self_attn.q_proj"
+    tensors = {
+        f"base_model.model.{attention}.lora_A.weight": torch.randn(4, base.config.hidden_size),
+        f"base_model.model.{attention}.lora_B.weight": torch.randn(base.get_submodule(attention).out_features, 4),
+        "base_model.model.model.norm.weight": base.model.norm.weight.detach() + 1,
+    }
+    lora = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["1.self_attn.q_proj"]}
+    model = enable_multilora(base, max_lora_rank=8)
+    model.load_adapter(
+        adapter_state_dict=tensors, peft_config={**lora, "modules_to_save": ["norm"]}, adapter_name="norms"
+    )
+    want = model(X, adapter_ids="norms").logits
+    parent, _, name = path.rpartition(".")
+    owner = model.get_submodule(parent)
+    kept = owner._modules[name]
+    owner._modules[name] = LlamaRMSNorm(kept.weight.shape[0]) if path == "model.norm" else copy.deepcopy(kept)
+    with pytest.raises(ModelError, match="replaced"):
+        model(X, adapter_ids="norms")
+    owner._modules[name] = kept
+    assert torch.equal(model(X, adapter_ids="norms").logits, want)

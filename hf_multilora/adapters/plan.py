@@ -56,11 +56,6 @@ class Factor:
     gain: Readable | None = None
     shift: Readable | None = None
 
-    @property
-    def b_gain(self) -> Readable | None:
-        """What B's rows are multiplied by, beside the scaling, when it is packed."""
-        return self.gain
-
 
 @dataclass(frozen=True)
 class SavedParam:

@@ -10,7 +10,7 @@ spans the forward.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any
@@ -35,7 +35,7 @@ class Calls:
         store: adapters and slots.
         routing: what the wrappers read.
         ensure: loads an unknown name on demand, or raises.
-        check: raises where the layers of these sites are not in the model any more.
+        check: raises where the layers of these sites, or these modules, are not in the model any more.
         training: whether the model is in training mode at present.
         two_lengths: whether the model has an encoder and a decoder, whose rows have different numbers of tokens.
     """
@@ -45,7 +45,7 @@ class Calls:
         store: AdapterStore,
         routing: Routing,
         ensure: Callable[[str], None],
-        check: Callable[[Collection[int]], None],
+        check: Callable[[Collection[int], Iterable[str]], None],
         training: Callable[[], bool],
         two_lengths: bool = False,
     ) -> None:
@@ -123,9 +123,9 @@ class Calls:
             lease = self.store.acquire(distinct, block=not self.holds_lock()) if distinct else None
             life = Life()
             try:
-                if lease is not None:
-                    self._check(lease.touched)
                 call = Call(keys, lease, self.store.arena, uniform, life, outer)
+                if lease is not None and call.state is not None:
+                    self._check(lease.touched, call.state.saved)
                 token = self._current.set(call)
                 try:
                     yield call
