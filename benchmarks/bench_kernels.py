@@ -127,7 +127,7 @@ def bench_layers(kind: str, cases: list[tuple[int, int, int, int]], bandwidth: f
         def run(arena: Arena = arena, xs: Any = xs, ys: Any = ys, slots: Any = row_slots, rows: int = rows) -> None:
             for site, op in enumerate(arena.ops):
                 turn = site // len(LAYER) % len(xs)
-                op(ys[turn][op.out_features], xs[turn][op.in_features], slots, rows)
+                op((ys[turn][op.out_features],), xs[turn][op.in_features], slots, rows)
 
         us = graph_us(run) / arena.layers
         floor = floor_us(n, adapters, rank, bandwidth)
@@ -148,7 +148,7 @@ def bench_mix(cases: list[tuple[int, int, int]]) -> Iterator[dict[str, Any]]:
 
         def run(arena: Arena = arena, xs: Any = xs, ys: Any = ys, slots: Any = row_slots, rows: int = rows) -> None:
             for op in arena.ops:
-                op(ys[op.out_features], xs[op.in_features], slots, rows)
+                op((ys[op.out_features],), xs[op.in_features], slots, rows)
 
         mixes = {"plain": (slice(0), slice(0)), "mixed": (slice(part, 2 * part), slice(2 * part, 3 * part))}
         times: dict[str, list[float]] = {name: [] for name in mixes}
@@ -220,7 +220,7 @@ def bench_host(rows: int = 32, layers: int = 32) -> Iterator[dict[str, Any]]:
     row_slots = slots_for(rows, 1)
     xs = {k: torch.randn(rows, 1, k, dtype=BF16, device="cuda") for k in (4096, 14336)}
     ys = {w: torch.zeros(rows, 1, w, dtype=BF16, device="cuda") for w in (4096, 1024, 14336)}
-    calls = [(op, ys[op.out_features], xs[op.in_features]) for op in arena.ops]
+    calls = [(op, (ys[op.out_features],), xs[op.in_features]) for op in arena.ops]
     times = []
     for _ in range(30):
         torch.cuda.synchronize()

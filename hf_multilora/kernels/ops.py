@@ -1,14 +1,14 @@
-"""What a wrapped layer calls: `LinearOp` and `EmbeddingOp`, one per layer, and the `Workspace` of a model.
+"""What wrapped layers call: a `LinearOp` for each layer and for each group of layers that read one x, an `EmbeddingOp`
+for each embedding, and the `Workspace` of a model.
 
 Three ways to run, chosen by where the call happens:
-- eager on CUDA: two prebuilt launches, in place on y; no dispatcher and no allocation between;
-- inside torch.compile: the custom ops `torch.ops.hf_multilora.linear` and `.embedding`, with the same kernels inside;
+- eager on CUDA: prebuilt launches, in place on y; no dispatcher and no allocation between;
+- inside torch.compile: the custom ops of `custom`, with the same kernels inside;
 - elsewhere (no Triton, float64, y in an autograd graph): the plain torch path, which writes nothing in place.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from ..errors import ModelError, RoutingError
-from . import reference
+from . import custom, reference
+from .custom import HAS_TRITON, TRITON_DTYPES, parts_of, unit_stride
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 if HAS_TRITON:
-    from . import launch
+    from . import groups, launch
 
 MAX_SLICES = 4
-_TRITON_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 # Shapes whose launches one op keeps: prompts come in ever new lengths.
 _MAX_RECIPES = 64
 
@@ -59,7 +58,7 @@ class Workspace:
 
 
 class _Op:
-    """What both ops share: the arena, and the choice of the way to run."""
+    """What both ops share: the arena."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class _Op:
         self.data, self.meta, self.floats, self.slot_elems, self.zero_off = data, meta, floats, slot_elems, zero_off
         self.site, self.widths, self.max_rank, self.workspace = site, tuple(widths), max_rank, workspace
         self.out_features = sum(self.widths)
-        self._triton = HAS_TRITON and data.is_cuda and data.dtype in _TRITON_DTYPES
+        self._triton = HAS_TRITON and data.is_cuda and data.dtype in TRITON_DTYPES
         self._device = data.device.index if data.is_cuda else -1
         self._recipes: dict[Any, Any] = {}
         if data.is_cuda:
@@ -87,102 +86,22 @@ class _Op:
             for tensor in (data, meta, floats):
                 tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
-    def __call__(
-        self,
-        y: Tensor,
-        x: Tensor,
-        row_slots: Tensor,
-        rows: int,
-        cache: dict[Any, Any] | None = None,
-        row_starts: Tensor | None = None,
-    ) -> Tensor:
-        """Return `gain * y + shift + delta of x` by each row's adapter; rows without one keep their bits.
-
-        Args:
-            y: `[..., N]`, what the base layer returned; written in place on CUDA in eager mode.
-            x: `[..., K]`, what it was given (an embedding: the ids `[...]`).
-            row_slots, rows, cache, row_starts: as for `reference.lora_linear`; the cache serves the plain torch path.
-
-        Raises:
-            RoutingError: the tokens do not divide into `rows` rows.
-        """
-        if self._triton and not _is_compiling():
-            recipe = self._recipes.get((x.shape, rows, x.dtype, y.dtype, row_starts is None))
-            if recipe is not None and x.is_contiguous() and y.is_contiguous() and not y.requires_grad:
-                source, target = x.data_ptr(), y.data_ptr()
-                if not (source | target) & 15 and _current_device() == self._device:
-                    stream, slots, planes = _raw_stream(self._device), row_slots.data_ptr(), self.workspace.pointer
-                    starts = slots if row_starts is None else row_starts.data_ptr()
-                    recipe.first(stream, source, slots, starts, planes, self.site)
-                    recipe.second(stream, target, slots, starts, planes, self.site)
-                    return y
-        return self._any_other_call(y, x, row_slots, rows, cache, row_starts)
-
-    def _any_other_call(
-        self,
-        y: Tensor,
-        x: Tensor,
-        row_slots: Tensor,
-        rows: int,
-        cache: dict[Any, Any] | None,
-        row_starts: Tensor | None,
-    ) -> Tensor:
-        if _is_compiling() and not y.requires_grad:
-            self._compiled(y, x, row_slots, rows, row_starts)
-            return y
-        n = y.numel() // self.out_features
-        if n == 0 or rows == 0:
-            return y
-        if n % rows:
-            raise RoutingError(f"{n} tokens do not divide into {rows} rows.")
-        if not self._triton or y.requires_grad or y.dtype not in _TRITON_DTYPES:
-            return self._plain(y.reshape(n, -1), x, row_slots, rows, cache, row_starts).view(y.shape)
-        target, source = _unit_stride(y.reshape(n, -1)), self._source(x)
-        with torch.cuda.device(self._device):
-            planes = self.workspace.reserve(self._plane_elems(n, rows, source), self.data.device)
-            recipe = self._launched(target, source, row_slots, planes, rows, row_starts)
-        if recipe is not None and x.is_contiguous() and y.is_contiguous():
-            if len(self._recipes) >= _MAX_RECIPES:
-                self._recipes.clear()
-            self._recipes[x.shape, rows, x.dtype, y.dtype, row_starts is None] = recipe
-        return y if target.data_ptr() == y.data_ptr() else target.view(y.shape)
-
-    def _source(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def _plane_elems(self, n: int, rows: int, source: Tensor) -> int:
-        raise NotImplementedError
-
-    def _launched(
-        self, y: Tensor, x: Tensor, row_slots: Tensor, planes: Tensor, rows: int, row_starts: Tensor | None
-    ) -> Any:
-        raise NotImplementedError
-
-    def _plain(
-        self,
-        y: Tensor,
-        x: Tensor,
-        row_slots: Tensor,
-        rows: int,
-        cache: dict[Any, Any] | None,
-        row_starts: Tensor | None,
-    ) -> Tensor:
-        raise NotImplementedError
-
-    def _compiled(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int, row_starts: Tensor | None) -> None:
-        raise NotImplementedError
-
 
 class LinearOp(_Op):
-    """The LoRA branch of one linear layer, of all its slices.
+    """The LoRA branch of a group of linear layers that read the same x; most groups are one layer.
 
     Args:
         data, meta, floats, slot_elems, zero_off: the arena, as for `reference.lora_linear`.
-        site: number of the first slice.
+        site: number of the first slice; the others follow it.
         in_features: K.
-        widths: columns of each slice, at most 4; they add up to the layer's N.
-        max_rank: largest rank that a slot may hold at this layer.
+        widths: columns of each slice of all layers, at most 4 in sum.
+        max_rank: largest rank that a slot may hold at these layers.
         workspace: the model's workspace on the arena's device.
+        outputs: columns of each layer's output; each is made of whole slices, in order. None: one layer.
+
+    Raises:
+        ModelError: more than 4 slices.
+        ValueError: outputs that are not made of whole slices.
     """
 
     def __init__(
@@ -197,41 +116,115 @@ class LinearOp(_Op):
         widths: Sequence[int],
         max_rank: int,
         workspace: Workspace,
+        outputs: Sequence[int] | None = None,
     ) -> None:
         super().__init__(data, meta, floats, slot_elems, zero_off, site, widths, max_rank, workspace)
         self.in_features = in_features
+        self.outputs = (self.out_features,) if outputs is None else tuple(outputs)
+        self._layers = tuple(parts_of(site, self.widths, self.outputs))
 
-    def _source(self, x: Tensor) -> Tensor:
-        return _unit_stride(x.reshape(-1, self.in_features))
-
-    def _plane_elems(self, n: int, rows: int, source: Tensor) -> int:
-        slices = len(self.widths)
-        return launch.plane_elems(n, rows, self.in_features, slices, self.max_rank, source.dtype, self.data.dtype)
-
-    def _launched(
-        self, y: Tensor, x: Tensor, row_slots: Tensor, planes: Tensor, rows: int, row_starts: Tensor | None
-    ) -> Any:
-        arena = (self.data, self.meta, self.floats, row_slots, planes, rows, self.site)
-        return launch.linear(
-            y, x, *arena, self.widths, self.slot_elems, self.max_rank, self.workspace.recipes, row_starts
-        )
-
-    def _plain(
+    def __call__(
         self,
-        y: Tensor,
+        ys: tuple[Tensor, ...],
         x: Tensor,
         row_slots: Tensor,
         rows: int,
-        cache: dict[Any, Any] | None,
-        row_starts: Tensor | None,
-    ) -> Tensor:
-        arena = (self.data, self.meta, self.floats, row_slots, rows, self.site)
-        x = x.reshape(-1, self.in_features)
-        return reference.lora_linear(y, x, *arena, self.widths, self.slot_elems, self.zero_off, cache, row_starts)
+        cache: dict[Any, Any] | None = None,
+        row_starts: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Return each layer's `gain * y + shift + delta of x` by each row's adapter; rows without one keep their bits.
 
-    def _compiled(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int, row_starts: Tensor | None) -> None:
-        arena = (self.data, self.meta, self.floats, row_slots, rows, self.site)
-        _linear(y, x, *arena, self.widths, self.slot_elems, self.zero_off, self.max_rank, row_starts)
+        Args:
+            ys: `[..., N_i]`, what the base layers returned; written in place on CUDA in eager mode.
+            x: `[..., K]`, what they were given.
+            row_slots, rows, cache, row_starts: as for `reference.lora_linear`; the cache serves the plain torch path.
+
+        Raises:
+            RoutingError: the tokens do not divide into `rows` rows.
+        """
+        if self._triton and not _is_compiling():
+            recipes = self._recipes.get((x.shape, rows, x.dtype, ys[0].dtype, row_starts is None))
+            if recipes is not None and self._run(recipes, ys, x, row_slots, row_starts):
+                return ys
+        return self.end(ys, x, self.begin(x, row_slots, rows, row_starts), row_slots, rows, cache, row_starts)
+
+    def begin(self, x: Tensor, row_slots: Tensor, rows: int, row_starts: Tensor | None = None) -> Tensor | None:
+        """Start on x, before the base layers run; what is returned goes to `end`.
+
+        Only where autograd is off: the base layers' outputs, which nobody has seen yet, decide about the path.
+        """
+        if not _is_compiling() or torch.is_grad_enabled():
+            return None
+        arena = (self.data, self.meta, row_slots, rows, self.site, self.widths)
+        return custom.shrink(x, *arena, self.slot_elems, self.max_rank, row_starts)
+
+    def end(
+        self,
+        ys: tuple[Tensor, ...],
+        x: Tensor,
+        h: Tensor | None,
+        row_slots: Tensor,
+        rows: int,
+        cache: dict[Any, Any] | None = None,
+        row_starts: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Add to `ys`, after the base layers ran; arguments and result as for the op itself, h from `begin`."""
+        grad = any(y.requires_grad for y in ys)
+        if _is_compiling() and not grad:
+            h = x.new_empty(0, dtype=torch.float32) if h is None else h
+            tensors = (self.data, self.meta, self.floats, row_slots, rows, self.site, self.widths, self.outputs)
+            custom.expand_(ys, x, h, *tensors, self.slot_elems, self.zero_off, self.max_rank, row_starts)
+            return ys
+        n = x.numel() // self.in_features
+        if n == 0 or rows == 0:
+            return ys
+        if n % rows:
+            raise RoutingError(f"{n} tokens do not divide into {rows} rows.")
+        if self._triton and not grad and all(y.dtype in TRITON_DTYPES for y in ys):
+            return self._launch(ys, x, n, row_slots, rows, row_starts)
+        source, out = x.reshape(n, -1), []
+        for y, (site, widths) in zip(ys, self._layers, strict=True):
+            arena = (self.data, self.meta, self.floats, row_slots, rows, site)
+            rest = (self.slot_elems, self.zero_off, cache, row_starts)
+            out.append(reference.lora_linear(y.reshape(n, -1), source, *arena, widths, *rest).view(y.shape))
+        return tuple(out)
+
+    def _launch(
+        self, ys: tuple[Tensor, ...], x: Tensor, n: int, row_slots: Tensor, rows: int, row_starts: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Ordinary launches, and recipes for the next call."""
+        targets, source = [unit_stride(y.reshape(n, -1)) for y in ys], unit_stride(x.reshape(n, -1))
+        with torch.cuda.device(self._device):
+            elems = groups.plane_elems(n, rows, self.in_features, self._layers, self.max_rank, source, self.data)
+            planes = self.workspace.reserve(elems, self.data.device)
+            arena = (self.data, self.meta, self.floats, row_slots, planes, rows, self._layers)
+            recipes = groups.linear(
+                targets, source, *arena, self.slot_elems, self.max_rank, self.workspace.recipes, row_starts
+            )
+        dtype = ys[0].dtype
+        if recipes is not None and x.is_contiguous() and all(y.is_contiguous() and y.dtype is dtype for y in ys):
+            if len(self._recipes) >= _MAX_RECIPES:
+                self._recipes.clear()
+            self._recipes[x.shape, rows, x.dtype, dtype, row_starts is None] = recipes
+        pairs = zip(ys, targets, strict=True)
+        return tuple(y if target.data_ptr() == y.data_ptr() else target.view(y.shape) for y, target in pairs)
+
+    def _run(
+        self, recipes: Any, ys: tuple[Tensor, ...], x: Tensor, row_slots: Tensor, row_starts: Tensor | None
+    ) -> bool:
+        """Prebuilt launches; False where these tensors are not like those that the recipes were made for."""
+        dtype, source = ys[0].dtype, x.data_ptr()
+        bits = source
+        for y in ys:
+            if y.requires_grad or y.dtype is not dtype or not y.is_contiguous():
+                return False
+            bits |= y.data_ptr()
+        if bits & 15 or not x.is_contiguous() or _current_device() != self._device:
+            return False
+        stream, slots = _raw_stream(self._device), row_slots.data_ptr()
+        starts = slots if row_starts is None else row_starts.data_ptr()
+        groups.run(recipes, ys, self._layers, stream, source, slots, starts, self.workspace.pointer)
+        return True
 
 
 class EmbeddingOp(_Op):
@@ -251,127 +244,52 @@ class EmbeddingOp(_Op):
     ) -> None:
         super().__init__(data, meta, floats, slot_elems, zero_off, site, (width,), max_rank, workspace)
 
-    def _source(self, x: Tensor) -> Tensor:
-        return x.reshape(-1).contiguous()
-
-    def _plane_elems(self, n: int, rows: int, source: Tensor) -> int:
-        return n * self.max_rank
-
-    def _launched(
-        self, y: Tensor, x: Tensor, row_slots: Tensor, planes: Tensor, rows: int, row_starts: Tensor | None
-    ) -> Any:
-        arena = (self.data, self.meta, self.floats, row_slots, planes, rows, self.site)
-        return launch.embed(
-            y, x, *arena, self.out_features, self.slot_elems, self.max_rank, self.workspace.recipes, row_starts
-        )
-
-    def _plain(
+    def __call__(
         self,
         y: Tensor,
         x: Tensor,
         row_slots: Tensor,
         rows: int,
-        cache: dict[Any, Any] | None,
-        row_starts: Tensor | None,
+        cache: dict[Any, Any] | None = None,
+        row_starts: Tensor | None = None,
     ) -> Tensor:
+        """As for `LinearOp`, with one y and the ids `[...]` for x."""
+        if _is_compiling() and not y.requires_grad:
+            arena = (self.data, self.meta, self.floats, row_slots, rows, self.site)
+            custom.embedding(y, x, *arena, self.slot_elems, self.zero_off, self.max_rank, row_starts)
+            return y
+        if self._triton and not _is_compiling():
+            recipe = self._recipes.get((x.shape, rows, x.dtype, y.dtype, row_starts is None))
+            if recipe is not None and x.is_contiguous() and y.is_contiguous() and not y.requires_grad:
+                source, target = x.data_ptr(), y.data_ptr()
+                if not (source | target) & 15 and _current_device() == self._device:
+                    stream, slots, planes = _raw_stream(self._device), row_slots.data_ptr(), self.workspace.pointer
+                    starts = slots if row_starts is None else row_starts.data_ptr()
+                    recipe.first(stream, source, slots, starts, planes, self.site)
+                    recipe.second(stream, target, slots, starts, planes, self.site)
+                    return y
+        n = x.numel()
+        if n == 0 or rows == 0:
+            return y
+        if n % rows:
+            raise RoutingError(f"{n} tokens do not divide into {rows} rows.")
+        if self._triton and not y.requires_grad and y.dtype in TRITON_DTYPES:
+            return self._launch(y, x, n, row_slots, rows, row_starts)
         arena = (self.data, self.meta, self.floats, row_slots, rows, self.site)
-        x = x.reshape(-1)
-        return reference.lora_embedding(
-            y, x, *arena, self.out_features, self.slot_elems, self.zero_off, cache, row_starts
-        )
+        rest = (self.out_features, self.slot_elems, self.zero_off, cache, row_starts)
+        return reference.lora_embedding(y.reshape(n, -1), x.reshape(n), *arena, *rest).view(y.shape)
 
-    def _compiled(self, y: Tensor, x: Tensor, row_slots: Tensor, rows: int, row_starts: Tensor | None) -> None:
-        arena = (self.data, self.meta, self.floats, row_slots, rows, self.site)
-        _embedding(y, x, *arena, self.slot_elems, self.zero_off, self.max_rank, row_starts)
-
-
-def _unit_stride(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
-
-
-# Inside torch.compile the planes are allocated in the op: safe in a graph, and no state that Inductor cannot see.
-_compiled_recipes: dict[Any, Any] = {}
-
-
-@torch.library.custom_op("hf_multilora::linear", mutates_args=("y",))
-def _linear(
-    y: Tensor,
-    x: Tensor,
-    data: Tensor,
-    meta: Tensor,
-    floats: Tensor,
-    row_slots: Tensor,
-    rows: int,
-    site: int,
-    widths: Sequence[int],
-    slot_elems: int,
-    zero_off: int,
-    max_rank: int,
-    row_starts: Tensor | None = None,
-) -> None:
-    """`reference.lora_linear` in place on y `[..., N]`, on any device."""
-    n, k = y.numel() // sum(widths), x.shape[-1]
-    if n == 0 or rows == 0:
-        return
-    target, source = y.reshape(n, -1), _unit_stride(x.reshape(n, k))
-    if _runs_triton(y, data):
-        target = _unit_stride(target)
-        elems = launch.plane_elems(n, rows, k, len(widths), max_rank, x.dtype, data.dtype)
-        with torch.cuda.device(y.device):
-            planes = torch.empty(elems, dtype=torch.float32, device=y.device)
-            tensors = (data, meta, floats, row_slots, planes, rows, site)
-            launch.linear(target, source, *tensors, widths, slot_elems, max_rank, _compiled_recipes, row_starts)
-        if target.data_ptr() != y.data_ptr():
-            y.copy_(target.view(y.shape))
-        return
-    arena = (data, meta, floats, row_slots, rows, site)
-    out = reference.lora_linear(target, source, *arena, widths, slot_elems, zero_off, None, row_starts)
-    y.copy_(out.view(y.shape))
-
-
-@torch.library.custom_op("hf_multilora::embedding", mutates_args=("y",))
-def _embedding(
-    y: Tensor,
-    ids: Tensor,
-    data: Tensor,
-    meta: Tensor,
-    floats: Tensor,
-    row_slots: Tensor,
-    rows: int,
-    site: int,
-    slot_elems: int,
-    zero_off: int,
-    max_rank: int,
-    row_starts: Tensor | None = None,
-) -> None:
-    """`reference.lora_embedding` in place on y `[..., width]`, on any device."""
-    n, width = ids.numel(), y.shape[-1]
-    if n == 0 or rows == 0:
-        return
-    target, source = y.reshape(n, width), ids.reshape(n).contiguous()
-    if _runs_triton(y, data):
-        target = _unit_stride(target)
-        with torch.cuda.device(y.device):
-            planes = torch.empty(n * max_rank, dtype=torch.float32, device=y.device)
-            tensors = (data, meta, floats, row_slots, planes, rows, site)
-            launch.embed(target, source, *tensors, width, slot_elems, max_rank, _compiled_recipes, row_starts)
-        if target.data_ptr() != y.data_ptr():
-            y.copy_(target.view(y.shape))
-        return
-    arena = (data, meta, floats, row_slots, rows, site)
-    out = reference.lora_embedding(target, source, *arena, width, slot_elems, zero_off, None, row_starts)
-    y.copy_(out.view(y.shape))
-
-
-@_linear.register_fake
-def _(*args: Any) -> None:
-    return None
-
-
-@_embedding.register_fake
-def _(*args: Any) -> None:
-    return None
-
-
-def _runs_triton(y: Tensor, data: Tensor) -> bool:
-    return HAS_TRITON and y.is_cuda and y.dtype in _TRITON_DTYPES and data.dtype in _TRITON_DTYPES
+    def _launch(self, y: Tensor, x: Tensor, n: int, row_slots: Tensor, rows: int, row_starts: Tensor | None) -> Tensor:
+        """Ordinary launches, and a recipe for the next call."""
+        target, source = unit_stride(y.reshape(n, -1)), x.reshape(n).contiguous()
+        with torch.cuda.device(self._device):
+            planes = self.workspace.reserve(n * self.max_rank, self.data.device)
+            arena = (self.data, self.meta, self.floats, row_slots, planes, rows, self.site, self.out_features)
+            recipe = launch.embed(
+                target, source, *arena, self.slot_elems, self.max_rank, self.workspace.recipes, row_starts
+            )
+        if recipe is not None and x.is_contiguous() and y.is_contiguous():
+            if len(self._recipes) >= _MAX_RECIPES:
+                self._recipes.clear()
+            self._recipes[x.shape, rows, x.dtype, y.dtype, row_starts is None] = recipe
+        return y if target.data_ptr() == y.data_ptr() else target.view(y.shape)

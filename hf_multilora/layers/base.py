@@ -120,7 +120,7 @@ class LoraLayer(nn.Module):
                     f"{self._path}: an adapter of this batch is an aLoRA in its prompt, or saves whole modules, which "
                     "compiled forwards do not serve."
                 )
-            return self._op(y, x, routing.static, routing.compiled_rows(x.shape, flat, self._path))
+            return self._run(y, x, routing.static, routing.compiled_rows(x.shape, flat, self._path))
         state = routing.state
         if isinstance(state, RowState):
             if (
@@ -129,7 +129,7 @@ class LoraLayer(nn.Module):
                 and not self._scattered
                 and not self._sites.isdisjoint(state.touched)
             ):
-                return self._op(y, x, state.tensor, state.rows, state.memo)  # what nearly every layer does
+                return self._run(y, x, state.tensor, state.rows, state.memo)  # what nearly every layer does
             return self._changed(y, x, flat, state)
         return y if state is None else state.serve(lambda: self._adapted(y, x, flat), y, self._path)
 
@@ -144,8 +144,11 @@ class LoraLayer(nn.Module):
             raise RoutingError(f"{self._path} returns a {type(y).__name__}, to which no delta can be added.")
         state = self._fitted(state, x.shape, flat)
         if state.starts is None:
-            return self._op(y, x, state.tensor, state.rows, state.memo)
-        return self._op(y, x, state.tensor, state.rows, state.memo, state.starts_for(self._tokens(x, state.rows)))
+            return self._run(y, x, state.tensor, state.rows, state.memo)
+        return self._run(y, x, state.tensor, state.rows, state.memo, state.starts_for(self._tokens(x, state.rows)))
+
+    def _run(self, y: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        return self._op(y, x, *args)
 
     def _fitted(self, state: RowState, shape: torch.Size, flat: bool) -> RowState:
         """The state whose rows are those of an input of this shape."""

@@ -43,6 +43,9 @@ class LoraLinear(LoraLayer):
             return y
         return self._adapted(y, x, x.dim() == 2)
 
+    def _run(self, y: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        return self._op((y,), x, *args)[0]
+
     def _changed(self, y: torch.Tensor, x: torch.Tensor, flat: bool, state: RowState) -> torch.Tensor:
         return self._replaced(self._delta(y, x, flat, state), x, flat, state)
 

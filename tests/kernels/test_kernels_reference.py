@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_bed import DTYPES, POPULARITY, RANKS_WITH_VECTORS, Bed, draw_slots, draw_starts, same_bits
 
+from hf_multilora.errors import ModelError
 from hf_multilora.kernels.ops import EmbeddingOp, LinearOp, Workspace
 from hf_multilora.kernels.reference import META, lora_embedding, lora_linear
 from hf_multilora.memory import layout
@@ -190,12 +191,12 @@ def test_ops_on_the_cpu() -> None:
     slots = [3, -1, 6]
     row_slots = torch.tensor(slots, dtype=torch.int32)
     before = y.clone()
-    got = op(y.view(3, 4, 29), x.view(3, 4, 33), row_slots, 3, {})
+    (got,) = op((y.view(3, 4, 29),), x.view(3, 4, 33), row_slots, 3, {})
     assert got.shape == (3, 4, 29) and same_bits(y, before)
     bed.check(got.view(12, 29), y, x, slots)
     starts = [2, 0, 4]
     row_starts = torch.tensor(starts, dtype=torch.int32)
-    got = op(y.view(3, 4, 29), x.view(3, 4, 33), row_slots, 3, {}, row_starts)
+    (got,) = op((y.view(3, 4, 29),), x.view(3, 4, 33), row_slots, 3, {}, row_starts)
     bed.check(got.view(12, 29), y, x, slots, starts)
 
     table = Bed(RANKS, 50, [29], embedding=True, vectors=True)
@@ -237,8 +238,8 @@ def test_compiled_on_the_cpu() -> None:
 
     def forward(ids: torch.Tensor, row_slots: torch.Tensor) -> torch.Tensor:
         x = embed(torch.nn.functional.embedding(ids, words), ids, row_slots, 3, None, row_starts)
-        x = linear(torch.nn.functional.linear(x, weight), x, row_slots, 3, None, row_starts)
-        return linear(x, torch.nn.functional.silu(x[..., :1]).expand(*x.shape[:2], 24), row_slots, 3)
+        (x,) = linear((torch.nn.functional.linear(x, weight),), x, row_slots, 3, None, row_starts)
+        return linear((x,), torch.nn.functional.silu(x[..., :1]).expand(*x.shape[:2], 24), row_slots, 3)[0]
 
     torch._dynamo.reset()
     compiled = torch.compile(forward, fullgraph=True, backend=backend)
@@ -251,8 +252,91 @@ def test_compiled_on_the_cpu() -> None:
     assert len(graphs) == 1
     for starts in ((), (row_starts,)):
         torch.library.opcheck(
-            torch.ops.hf_multilora.linear.default,
-            (torch.randn(6, 20), torch.randn(6, 24), bed.data, bed.meta, bed.floats, row_slots, 3, bed.site, [20])
-            + (bed.slot_elems, bed.zero_off, 16, *starts),
+            torch.ops.hf_multilora.expand_.default,
+            ([torch.randn(6, 20)], torch.randn(6, 24), torch.empty(0), bed.data, bed.meta, bed.floats, row_slots, 3)
+            + (bed.site, [20], [20], bed.slot_elems, bed.zero_off, 16, *starts),
         )
+    torch._dynamo.reset()
+
+
+GROUPS = [((20, 9), (20, 9)), ((16, 4, 4), (20, 4)), ((5, 4, 3, 2), (5, 4, 3, 2)), ((8, 8), (16,))]
+
+
+@pytest.mark.parametrize(("widths", "outputs"), GROUPS)
+@pytest.mark.parametrize("starting", [False, True])
+def test_a_group_is_its_layers_one_by_one(widths: tuple[int, ...], outputs: tuple[int, ...], starting: bool) -> None:
+    bed = Bed([[(3 * slot + i) % 7 for i in range(4)] for slot in range(6)], 24, widths, vectors=True)
+    arena = (bed.data, bed.meta, bed.floats, bed.slot_elems, bed.zero_off)
+    op = LinearOp(*arena, bed.site, 24, widths, 16, Workspace(), outputs)
+    y, x = bed.inputs(6, torch.float32)
+    row_slots = torch.tensor([4, -1, 2, 5, 5], dtype=torch.int32)  # longer than the rows
+    row_starts = torch.tensor([1, 0, 0, 0, 0], dtype=torch.int32) if starting else None
+    ys = tuple(piece.contiguous().view(3, 2, -1) for piece in y.split(outputs, dim=-1))
+    got = op(ys, x.view(3, 2, 24), row_slots, 3, {}, row_starts)
+    assert isinstance(got, tuple) and [g.shape for g in got] == [g.shape for g in ys]
+    bed.check(torch.cat(got, -1).view(6, -1), y, x, [4, -1, 2], [1, 0, 0] if starting else None)
+    assert op.begin(x, row_slots, 3, row_starts) is None, "in eager mode on the CPU there is nothing to begin"
+    site = bed.site
+    for i, (one, base) in enumerate(zip(got, ys, strict=True)):
+        count = 1
+        while sum(widths[site - bed.site : site - bed.site + count]) < outputs[i]:
+            count += 1
+        alone = LinearOp(*arena, site, 24, widths[site - bed.site : site - bed.site + count], 16, Workspace())
+        assert same_bits(alone((base,), x.view(3, 2, 24), row_slots, 3, None, row_starts)[0], one)
+        site += count
+
+
+def test_outputs_are_made_of_whole_slices() -> None:
+    bed = Bed([[4, 4, 4]], 8, [4, 4, 4])
+    arena = (bed.data, bed.meta, bed.floats, bed.slot_elems, bed.zero_off, bed.site, 8, (4, 4, 4), 4, Workspace())
+    for outputs in ((4, 8, 4), (4, 4), (6, 6), (12, 0)):
+        with pytest.raises(ValueError, match="not made of"):
+            LinearOp(*arena, outputs)
+    with pytest.raises(ModelError, match="at most 4"):
+        LinearOp(*arena[:7], (4,) * 5, 4, Workspace())
+
+
+def test_gradients_follow_a_group() -> None:
+    """One output in a graph of autograd: nothing is written in place, and each y gets its own gradient."""
+    bed = Bed([[4, 2]], 8, [8, 4], vectors=True)
+    arena = (bed.data, bed.meta, bed.floats, bed.slot_elems, bed.zero_off, bed.site)
+    op = LinearOp(*arena, 8, (8, 4), 4, Workspace(), (8, 4))
+    y, x = bed.inputs(2, torch.float32)
+    first, second = (piece.contiguous() for piece in y.split((8, 4), dim=-1))
+    first.requires_grad_()
+    got = op((first, second), x, torch.tensor([0, -1], dtype=torch.int32), 2)
+    sum(g.sum() for g in got).backward()
+    bed.check(torch.cat(got, -1).detach(), y, x, [0, -1])
+    assert first.grad is not None and torch.equal(first.grad[1], torch.ones(8))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_compiled_group_in_two_steps(backend: str) -> None:
+    bed = Bed([[4, 0, 3], [16, 2, 1]], 24, [20, 8, 8], vectors=True)
+    arena = (bed.data, bed.meta, bed.floats, bed.slot_elems, bed.zero_off, bed.site)
+    op = LinearOp(*arena, 24, (20, 8, 8), 16, Workspace(), (20, 16))
+    weights = torch.randn(20, 24), torch.randn(16, 24)
+
+    def forward(x: torch.Tensor, row_slots: torch.Tensor, row_starts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = op.begin(x, row_slots, 3, row_starts)
+        ys = tuple(torch.nn.functional.linear(x, weight) for weight in weights)
+        return op.end(ys, x, h, row_slots, 3, None, row_starts)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(forward, fullgraph=True, backend=backend)
+    for grad in (False, True):  # True: no base output needs a gradient, and the path is the same
+        for slots, starts in (([0, 1, -1], [0, 1, 0]), ([1, 1, 1], [2, 0, 0])):
+            x = torch.randn(3, 2, 24)
+            row_slots = torch.tensor([*slots, 7], dtype=torch.int32)
+            row_starts = torch.tensor(starts, dtype=torch.int32)
+            with torch.set_grad_enabled(grad):
+                got, want = compiled(x, row_slots, row_starts), forward(x, row_slots, row_starts)
+            for one, other in zip(got, want, strict=True):
+                assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
+    arguments = (torch.randn(6, 24), bed.data, bed.meta, row_slots, 3, bed.site, [20, 8, 8], bed.slot_elems, 16)
+    torch.library.opcheck(torch.ops.hf_multilora.shrink.default, arguments)
+    ys = [torch.randn(6, 20), torch.randn(6, 16)]
+    rest = (3, bed.site, [20, 8, 8], [20, 16], bed.slot_elems, bed.zero_off, 16, row_starts)
+    arguments = (ys, torch.randn(6, 24), torch.empty(0), bed.data, bed.meta, bed.floats, row_slots, *rest)
+    torch.library.opcheck(torch.ops.hf_multilora.expand_.default, arguments)
     torch._dynamo.reset()
