@@ -3,7 +3,7 @@
 #
 #   benchmarks/gpu_all.sh                        # all four, each under its own time limit
 #   benchmarks/gpu_all.sh gpu generate           # some of: kernels gpu generate memory profile
-#   GENERATE="--static --prefill 8192" benchmarks/gpu_all.sh generate
+#   GENERATE="--parts static graphs --batch 32" benchmarks/gpu_all.sh generate
 #
 # A step that fails or runs out of time does not stop the next one. The exit status is the number of failed steps.
 set -u -o pipefail

@@ -6,10 +6,11 @@ import copy
 from typing import Any
 
 import torch
-from common import Results, relative_error
-from workload import DTYPES, adapter_config, build_model, linear_shapes, merged, prompts, random_adapter, twin
 
-from hf_multilora import disable_multilora, enable_multilora
+from ..api import disable_multilora, enable_multilora
+from .measure import relative_error
+from .results import Results
+from .workload import DTYPES, adapter_config, build_model, linear_shapes, merged, prompts, random_adapter, twin
 
 LIMIT_FP32 = 1e-5
 LIMIT_OF_BARE = 1.5
