@@ -20,12 +20,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, alternate, median_ratio, milliseconds
 from transformers import LogitsProcessor, LogitsProcessorList
-from workload import (
+
+from hf_multilora import enable_multilora
+from hf_multilora.bench.measure import alternate, median_ratio, milliseconds
+from hf_multilora.bench.results import Results, default_folder
+from hf_multilora.bench.workload import (
     adapter_config,
     build_model,
     linear_shapes,
+    load_model,
     nbytes,
     prompts,
     random_adapter,
@@ -33,8 +37,6 @@ from workload import (
     scratch,
     twin,
 )
-
-from hf_multilora import enable_multilora
 
 RATIO_GOAL = 1.3
 TARGETS = ("q_proj", "v_proj")
@@ -45,16 +47,11 @@ def load_base(folder: str) -> Any:
     """The model of this folder in fp32, which never ends a sequence by itself; "tiny" is a smoke run's."""
     if folder == "tiny":
         return build_model("tiny", "cpu", torch.float32)
-    from transformers import AutoModelForCausalLM
-
     if folder == "demo":
         from hf_multilora.demo.model import demo_model_path
 
         folder = str(demo_model_path())
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().requires_grad_(False)
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+    return load_model(folder, "cpu", torch.float32)
 
 
 def load_peft(base: Any, folders: dict[str, Path]) -> Any:
@@ -98,7 +95,7 @@ def main() -> int:
     parser.add_argument("--reps", type=int, default=7)
     parser.add_argument("--budget-s", type=float, default=200)
     parser.add_argument("--no-peft", action="store_true")
-    parser.add_argument("--out", default=str(Path(__file__).parent / "results"))
+    parser.add_argument("--out", default=default_folder())
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     deadline = time.monotonic() + args.budget_s

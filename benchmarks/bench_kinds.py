@@ -15,10 +15,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import Results, alternate, arguments, median_ratio, milliseconds
-from workload import DTYPES, adapter_config, build_model, linear_shapes, prompts, random_adapter
 
 from hf_multilora import enable_multilora
+from hf_multilora.bench.measure import alternate, median_ratio, milliseconds
+from hf_multilora.bench.results import Results, arguments
+from hf_multilora.bench.workload import DTYPES, adapter_config, build_model, linear_shapes, prompts, random_adapter
 
 EACH = 8
 GOAL = 1.05

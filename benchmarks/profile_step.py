@@ -20,10 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, alternate, arguments, median_ratio, milliseconds, synchronize
-from workload import DTYPES, adapter_config, build_model, linear_shapes, prompts, random_adapter, twin
 
 from hf_multilora import enable_multilora
+from hf_multilora.bench.measure import alternate, median_ratio, milliseconds, synchronize
+from hf_multilora.bench.results import Results, arguments
+from hf_multilora.bench.workload import (
+    DTYPES,
+    adapter_config,
+    build_model,
+    linear_shapes,
+    prompts,
+    random_adapter,
+    twin,
+)
 
 
 def stepper(model: Any, rows: int, ids: list[str] | None) -> Callable[[], Any]:
