@@ -1,4 +1,4 @@
-"""The command line: `hf-multilora demo | inspect | check`.
+"""The command line: `hf-multilora demo | inspect | check | bench`.
 
 Exit codes: 0 all is well; 1 something is wrong with what was asked for (the message says what); 2 wrong usage.
 """
@@ -21,6 +21,7 @@ except ImportError as error:
     raise SystemExit(f"The command line needs {error.name}: pip install 'hf-multilora[demo]'") from error
 
 from ._version import __version__
+from .bench.app import app as bench_app
 from .errors import MultiLoraError
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Many LoRA adapters, one generate() call: multi-LoRA for Hugging Face transformers models.",
 )
+app.add_typer(bench_app, name="bench")
 _notes = Console(stderr=True, highlight=False)  # progress and errors; stdout carries the result alone
 _out = Console(highlight=False)
 

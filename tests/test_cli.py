@@ -69,7 +69,7 @@ def adapter(tmp_path) -> str:
 
 def test_help_and_version(run):
     code, out, _ = run("--help")
-    assert code == 0 and all(word in out for word in ("demo", "inspect", "check"))
+    assert code == 0 and all(word in out for word in ("demo", "inspect", "check", "bench"))
     assert run("--version")[:2] == (0, f"{__version__}\n")
     assert run("no-such-command")[0] == 2
 
@@ -177,6 +177,71 @@ def test_tied_head_is_compared_with_the_embedding(tmp_path):
 def test_inspection_of_an_unnamed_base(tmp_path):
     found = inspect_adapter(save_adapter(tmp_path / "x", q_proj()))
     assert "base      not named" in str(found) and "of an unknown version" in str(found)
+
+
+BENCH = (
+    "bench",
+    "generate",
+    "--shape",
+    "tiny",
+    "--rows",
+    "2,4",
+    "--adapters",
+    "0,2",
+    "--reps",
+    "1",
+    "--new-tokens",
+    "3",
+)
+
+
+def test_bench_prints_a_table_and_writes_rows(run, tmp_path):
+    code, out, err = run(*BENCH, "--device", "cpu", "--out", str(tmp_path))
+    (file,) = tmp_path.iterdir()
+    assert code == 0 and "eager decode, batch 2" in err, "progress goes to stderr"
+    assert file.name in out.replace("\n", "") and "over bare" in out and "[" not in out.split("what")[0]
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    labels = {f"eager decode, batch {n}, {label}" for n in (2, 4) for label in ("bare model", "2 adapters")}
+    assert rows[0]["kind"] == "environment" and labels <= {row.get("what") for row in rows}
+
+
+def test_bench_of_a_users_model_as_json(run, base, tmp_path):
+    code, out, _ = run(*BENCH, str(base), "--device", "cpu", "--parts", "eager,prefill", "--prefill", "32", "--json",
+                       "--out", str(tmp_path))  # fmt: skip
+    found = json.loads(out)
+    whats = [row["what"] for row in found["results"]]
+    assert code == 0 and found["failed"] == [] and found["about"]["benchmark"] == "generate"
+    assert "prefill 32 tokens, 16 adapters" in whats and found["file"].startswith(str(tmp_path))
+
+
+def test_bench_names_what_it_does_not_know(run, tmp_path):
+    for option, value in (("--rows", "2,x"), ("--rows", "0"), ("--shape", "9B"), ("--parts", "eager,all")):
+        code, out, err = run(*BENCH, option, value, "--out", str(tmp_path / "none"))
+        assert (code, out) == (1, "") and value.split(",")[-1] in err and not (tmp_path / "none").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
+@pytest.mark.parametrize("arguments", [["kernels"], ["tune"], ["--tune"]])
+def test_bench_of_kernels_needs_a_gpu(run, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run("bench", *arguments)
+    assert (code, out) == (1, "") and "CUDA" in err and not list(tmp_path.iterdir())
+
+
+def test_bench_tune_writes_a_table_and_says_how_to_use_it(run, tmp_path, monkeypatch):
+    from hf_multilora.bench import tune
+
+    problems = [tune.Problem("shrink", {"rows": 1}), tune.Problem("expand", {"rows": 1})]
+    monkeypatch.setattr(tune, "kernel_timer", lambda: lambda problem, candidate: candidate["us"])
+    monkeypatch.setattr(tune, "common_problems", lambda: problems)
+    monkeypatch.setattr(tune, "candidates", lambda problem: [{"us": 8.0}, {"us": 4.0}])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(tune, "environment", lambda device: dict.fromkeys(("device", "driver", "torch", "triton")))
+    table = tmp_path / "table.json"
+    code, out, err = run("bench", "--tune", "--seconds", "5", "--table", str(table))
+    assert code == 0 and f"HF_MULTILORA_TUNING={table}" in out and "2 shapes, 0.500 x" in out and "shrink" in err
+    assert [row["tiling"] for row in json.loads(table.read_text())["rows"]] == [{"us": 4.0}] * 2
+    assert json.loads(run("bench", "tune", "--seconds", "5", "--table", str(table), "--json")[1])["format"] == 1
 
 
 def test_installed_command_runs():

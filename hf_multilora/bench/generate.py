@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 import torch
 
@@ -33,9 +33,10 @@ PARTS = ("check", "eager", "prefill", "peft", "static", "graphs", "mixes")
 
 def run(settings: Settings, results: Results) -> Models:
     """Run the parts that `settings` names, in the order of PARTS."""
+    results.settings(**asdict(settings))
     parts = [part for part in PARTS if part in settings.parts]
     if "graphs" in parts and not has_decode_graphs():
-        print("graphs: this version of hf_multilora has no decode_graphs; left out", flush=True)
+        results.note("graphs: this version of hf_multilora has no decode_graphs; left out")
         parts.remove("graphs")
     if "check" in parts:
         check(results, settings, rows=min(32, max(8, *settings.batch)))

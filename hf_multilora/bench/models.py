@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import statistics
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,7 +69,6 @@ class Models:
 
     def __init__(self, settings: Settings, results: Results) -> None:
         self.settings, self.results = settings, results
-        self._started = time.monotonic()
         dtype = DTYPES[settings.dtype]
         if settings.model is None:
             self.bare = build_model(settings.shape, settings.device, dtype, settings.layers)
@@ -83,7 +81,7 @@ class Models:
         self.note("the model is there")
 
     def note(self, what: str) -> None:
-        print(f"[{time.monotonic() - self._started:5.0f} s] {what}", flush=True)
+        self.results.note(what)
 
     def adapter(self, seed: int, host: bool = True) -> dict[str, torch.Tensor]:
         """The tensors of adapter number `seed`."""
@@ -119,7 +117,7 @@ class Models:
             load = functools.partial(model.multilora.load, tensors, f"a{number}", config=self.config())
             times.append(milliseconds(load, "cpu"))
         if not self._ours:
-            what = f"register {nbytes(tensors) / 1e6:.0f} MB from tensors in memory"
+            what = f"register {nbytes(tensors) / 1e6:.3g} MB from tensors in memory"
             self.results.add(what, statistics.median(times), "ms", count=len(times))
         self.note(f"enabled, {settings.slots} adapters" + (", decode_graphs" if decode_graphs else ""))
         return model

@@ -152,6 +152,7 @@ def main(given: Sequence[str] | None = None) -> int:
     args = parser().parse_args(given)
     started = time.monotonic()
     results = Results("registered", args.out, args.device)
+    results.settings(**vars(args))
     if args.path == "graphs" and not has_decode_graphs():
         results.fail("this version of hf_multilora has no decode_graphs")
         return results.finish()
@@ -170,10 +171,10 @@ def main(given: Sequence[str] | None = None) -> int:
     sides = []
     for count in args.registered:
         sides.append(Side(twin(base), count, args, pool, results))
-        print(f"[{time.monotonic() - started:5.0f} s] {count} registered", flush=True)
+        results.note(f"{count} registered")
     for side in sides:
         side.warm_up()
-    print(f"[{time.monotonic() - started:5.0f} s] warm", flush=True)
+    results.note("warm")
     stretches: dict[int, Callable[[], float]] = {side.count: side.stretch for side in sides}
     values = alternate(stretches, args.reps, started + args.budget_s)
     report(results, args, sides, values)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,10 +63,19 @@ def environment(device: str) -> dict[str, Any]:
 
 
 class Results:
-    """JSON lines: the environment, then one line per figure, written as soon as it is known; a table at the end."""
+    """JSON lines: the environment, then one line per figure, written as soon as it is known; a table at the end.
 
-    def __init__(self, name: str, out: str | Path, device: str) -> None:
+    Args:
+        name: of the benchmark; with the device and the date it makes the file's name.
+        out: folder of the file, which is added to.
+        device: "cuda" or "cpu".
+        say: takes each line of progress; print, where none is given.
+    """
+
+    def __init__(self, name: str, out: str | Path, device: str, say: Callable[[str], Any] | None = None) -> None:
         env = environment(device)
+        self._say = say or functools.partial(print, flush=True)
+        self._started = time.monotonic()
         label = env["device"].replace("NVIDIA", "").strip() if device.startswith("cuda") else "cpu"
         stem = f"{name}-{label}-{env['date'][:10]}".replace(" ", "_").replace("/", "_").lower()
         folder = Path(out)
@@ -73,7 +84,8 @@ class Results:
         self.rows: list[dict[str, Any]] = []
         self.failed: list[str] = []
         self._device = device
-        self._write({"kind": "environment", "benchmark": name, **env})
+        self.about = {"benchmark": name, **env}
+        self._write({"kind": "environment", **self.about})
 
     def _write(self, row: Mapping[str, Any]) -> None:
         with self.path.open("a", encoding="utf-8") as file:
@@ -99,13 +111,24 @@ class Results:
         row |= {"missed": missed, **conditions}
         self.rows.append(row)
         self._write({"kind": "result", **row})
-        print(self._line(row), flush=True)
+        self._say(self._line(row))
 
     def fail(self, message: str) -> None:
         """A check that does not hold: the figures of this run are not to be quoted."""
         self.failed.append(message)
         self._write({"kind": "failure", "message": message})
-        print(f"FAILED: {message}", flush=True)
+        self._say(f"FAILED: {message}")
+
+    def settings(self, **settings: Any) -> None:
+        """What the run was asked for. Folders of this machine do not belong into a file that others read."""
+        settings.pop("out", None)
+        if settings.get("model") and Path(settings["model"]).is_dir():
+            settings["model"] = Path(settings["model"]).name
+        self._write({"kind": "settings", **settings})
+
+    def note(self, what: str) -> None:
+        """A line of progress with the seconds since the start."""
+        self._say(f"[{time.monotonic() - self._started:5.0f} s] {what}")
 
     @staticmethod
     def _line(row: Mapping[str, Any]) -> str:
@@ -115,6 +138,10 @@ class Results:
         goals += [f"<= {row['ratio_goal']:g}x"] if row["ratio_goal"] is not None else []
         mark = "" if not goals else "MISSED" if row["missed"] else "ok"
         return f"{row['what']:<52} {value:>10} {row['unit']:<8} {ratio:>8}  {', '.join(goals):<22} {mark}"
+
+    def summary(self) -> dict[str, Any]:
+        """The run as one object, as `--json` prints it."""
+        return {"about": self.about, "results": self.rows, "failed": self.failed, "file": str(self.path)}
 
     def finish(self) -> int:
         """Print the table; return the process's exit status (1: a check failed; a missed goal is not a failure)."""
@@ -149,15 +176,17 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 def default_folder() -> str:
     """benchmarks/results in a checkout of the project, hf_multilora_bench in the working directory elsewhere."""
-    checkout = Path(__file__).parents[2] / "benchmarks"
-    return str(checkout / "results" if checkout.is_dir() else Path("hf_multilora_bench"))
+    root = Path(__file__).parents[2]
+    in_checkout = (root / "benchmarks").is_dir() and (root / "pyproject.toml").is_file()
+    return str(root / "benchmarks" / "results" if in_checkout else Path("hf_multilora_bench"))
 
 
 @dataclass
 class Run:
-    """One run of a benchmark: the environment's row, and its figures by what they are called."""
+    """One run of a benchmark: the environment, what it was asked for, and its figures by what they are called."""
 
     about: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
@@ -174,6 +203,8 @@ def read_runs(folder: str | Path, benchmark: str) -> list[Run]:
             kind = row.pop("kind")
             if kind == "environment":
                 runs.append(Run(row))
+            elif kind == "settings":
+                runs[-1].settings = row
             elif kind == "result":
                 runs[-1].figures[row["what"]] = row
             elif kind == "failure":
