@@ -24,6 +24,8 @@ class MultiLoraConfig:
         extra_vocab_size: columns added to the logits for adapters' own tokens.
         on_demand: load an unknown id that is a folder or holds a slash at first use.
         lora_dtype: dtype of the slots; "auto" follows the base weights (bfloat16 where those are quantised).
+        decode_graphs: decode with CUDA graphs and without a compiler where generate() would compile
+            (`cache_implementation="static"`); the bits are those of uncompiled decoding.
         target_modules: suffixes (list) or a regex (str, full match) that narrow what is wrapped; None wraps all.
 
     Raises:
@@ -38,6 +40,7 @@ class MultiLoraConfig:
     on_demand: bool = True
     lora_dtype: str | torch.dtype = "auto"
     target_modules: Sequence[str] | str | None = None
+    decode_graphs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_loras", "max_lora_rank"):

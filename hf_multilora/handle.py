@@ -21,6 +21,7 @@ from .adapters.plan import AdapterPlan, SavedParam
 from .config import MultiLoraConfig
 from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, UnsupportedAdapterError, closest
 from .generation.calls import Calls
+from .generation.graphs import Graphs
 from .generation.ids import BASE, names_of
 from .generation.logits import Vocabulary
 from .generation.mixin import restore_parts, swap_class, swap_parts
@@ -78,6 +79,9 @@ class MultiLora:
             lambda: model.training,
             bool(getattr(model.config, "is_encoder_decoder", False)),
         )
+        if config.decode_graphs:
+            sites = frozenset(range(self._layout.n_sites))
+            self.calls.graphs = Graphs(self._routing, self.calls.order_streams, sites)
         if config.extra_vocab_size and hasattr(model, "final_logits_bias"):
             raise ConfigError(
                 f"extra_vocab_size={config.extra_vocab_size}: {type(model).__name__} adds a bias as wide as the base "
@@ -377,6 +381,8 @@ class MultiLora:
     def follow_model(self) -> None:
         """After model.to(), half() and the like: slots and adapters move along."""
         device, dtype = placement(self._survey.found, self.config)
+        if self.calls.graphs is not None:
+            self.calls.graphs.clear()
         if self.store.retarget(device, dtype, base_dtype=self._base_dtype):
             self._routing.to(self.store.arena.device)
             self._bind()
@@ -403,6 +409,8 @@ class MultiLora:
             raise ModelError(f"Calls in flight still use {', '.join(busy)}. Let them end before disabling.")
         with self.calls.stopped("disabled"):
             swap_out(self._survey.found, self._wrappers)
+            if self.calls.graphs is not None:
+                self.calls.graphs.clear()
             self._guard.undo()
             restore_parts(self._model)
             self._model.__class__ = self._old_class

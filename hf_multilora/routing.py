@@ -93,6 +93,26 @@ class RowState:
         state.starts = torch.tensor(starts, dtype=torch.int32).to(self.tensor.device, non_blocking=True)
         return state
 
+    def captured(self, touched: Collection[int]) -> RowState:
+        """A state of as many rows for a forward that is recorded once and runs again for any adapters.
+
+        Its `tensor` is a buffer of its own, to be filled before each run; nothing else of it tells one mix from
+        another, so that nothing of this one is recorded.
+
+        Args:
+            touched: the sites of all adapters that may ever run.
+        """
+        state = copy.copy(self)
+        state.slots, state.touched, state.uniform, state.same = (-1,) * self.rows, touched, False, False
+        state.memo, state._filled = {}, {}
+        with torch.inference_mode(False):
+            state.tensor = torch.empty_like(self.tensor)
+        return state
+
+    def for_rows(self, rows: int) -> RowState:
+        """The state for a batch of `rows` rows: itself, or one adapter over all of them."""
+        return self if rows == self.rows else self.for_shape(torch.Size((rows,)), False, 0, "the batch")
+
     def starts_for(self, tokens: int) -> torch.Tensor:
         """`starts` as a layer sees them that gets only the last `tokens` tokens of each row (a head often does)."""
         assert self.starts is not None
@@ -135,6 +155,8 @@ class Idle:
             returns the base's output where the caller has none.
     """
 
+    plain = False  # as a RowState's: there are no deltas to add at once
+
     def __init__(self, serve: Callable[[Callable[[], torch.Tensor], torch.Tensor, str], torch.Tensor]) -> None:
         self.serve = serve
 
@@ -147,9 +169,14 @@ class Routing:
         tokens: tokens of each row in that forward, 0 where they are not known.
         traced: whether compiled forwards add deltas at present, for the slots in `static`.
         refused: whether they meet an adapter that they cannot serve.
+        overlap: whether the forward that is running is being captured: layers then start their adapters' part beside
+            their own.
+        open: the group of siblings (`layers.siblings`) whose outputs wait to be taken.
     """
 
     def __init__(self, device: torch.device, capacity: int = 1024) -> None:
+        self.overlap = False
+        self.open: Any = None
         self.state: RowState | Idle | None = None
         self.tokens = 0
         self.traced = False
@@ -171,6 +198,8 @@ class Routing:
 
     def publish(self, state: RowState | Idle | None, tokens: int = 0) -> None:
         """Put a state in force."""
+        if self.open is not None:
+            self.open.drop()
         self.state = state
         self.tokens = tokens
 

@@ -117,6 +117,10 @@ def check_cache(cache: Any, rows: Sequence[Hashable | None], owner: object) -> N
     tag = getattr(cache, "multilora_tag", None)
     if tag is not None and owner is not None and tag.owner is owner:
         return
+    if tag is None and not any(row is not None for row in rows):
+        return  # base rows go on where base rows were; the length of a static cache lies on the device
+    if tag is not None and tag.rows == tuple(rows):
+        return
     written = cached_length(cache)
     if not written:
         return

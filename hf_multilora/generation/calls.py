@@ -24,6 +24,7 @@ from ..routing import Idle, Routing, RowState
 from .cache import StateTags, cached_length, check_cache, find_cache, write_tag
 from .call import Call, Life, batch_rows, token_ids
 from .gate import Gate
+from .graphs import Graphs
 from .ids import Key, names_of, to_keys
 from .logits import Vocabulary
 
@@ -67,6 +68,7 @@ class Calls:
         self._blocks: list[Call] = []  # `use` blocks, the newest last
         self._users: dict[int, int] = {}  # threads inside of `use` blocks that hold the lock
         self._stream: torch.cuda.Stream | None = None
+        self.graphs: Graphs | None = None  # where decode steps are captured
         self._states = StateTags()
         routing.publish(self._idle)
 
@@ -136,6 +138,24 @@ class Calls:
                 life.ended = True
                 if lease is not None:
                     self.store.release(lease)
+
+    @contextmanager
+    def rehearsal(self, rows: int, active: bool) -> Iterator[None]:
+        """A call as of `rows` rows under adapters (if `active`), of which none names any.
+
+        All that runs for adapters runs; the slots, their order of use and the statistics are left alone.
+        """
+        call = Call((None,) * rows, None, self.store.arena, False, Life(), self.current())
+        if active:
+            sites = frozenset(range(self.store.layout.n_sites))
+            call.state = RowState((-1,) * rows, self.store.arena.device, sites)
+        with self._gate.through(nested=call.outer is not None):
+            token = self._current.set(call)
+            try:
+                yield
+            finally:
+                self._current.reset(token)
+                call.life.ended = True
 
     @contextmanager
     def stopped(self, what: str) -> Iterator[None]:
@@ -309,9 +329,10 @@ class Calls:
                 raise ModelError(
                     "The model is in training mode; adapters serve inference only. Call model.eval() first."
                 )
-            assert call is not None and call.lease is not None
-            self._order_streams()
-            call.lease.wait()
+            assert call is not None
+            self.order_streams()
+            if call.lease is not None:
+                call.lease.wait()
         runner, self._runner = self._runner, threading.get_ident()
         before = self.routing.tokens
         self._running.append(state)
@@ -327,7 +348,7 @@ class Calls:
             self.routing.publish(self._running[-1] if self._running else self._idle, before)
             self._trace()
 
-    def _order_streams(self) -> None:
+    def order_streams(self) -> None:
         """Forwards on different streams share the kernels' workspace: the later one waits for the earlier."""
         if self.store.arena.device.type != "cuda":
             return

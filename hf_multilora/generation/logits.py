@@ -21,6 +21,7 @@ class Vocabulary:
     def __init__(self, size: int, extra: int) -> None:
         self.size = size
         self.extra = extra
+        self._limits: dict[tuple[tuple[int, ...], torch.device], torch.Tensor] = {}
 
     def sizes(self, own: Sequence[int | None]) -> list[int]:
         """Vocabulary size of each row, where None stands for the base's."""
@@ -36,9 +37,19 @@ class Vocabulary:
         sizes = self.sizes(own or [None])
         if logits.shape[-1] <= min(sizes):
             return logits
-        limit = torch.tensor(sizes if len(sizes) == logits.shape[0] else sizes[:1], device=logits.device)
+        limit = self._limit(tuple(sizes if len(sizes) == logits.shape[0] else sizes[:1]), logits.device)
         foreign = torch.arange(logits.shape[-1], device=logits.device) >= limit[:, None]
         return logits.masked_fill(foreign.view(len(limit), *[1] * (logits.dim() - 2), -1), float("-inf"))
+
+    def _limit(self, sizes: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """The sizes on the device; copied once and not at each step, which would wait for the device."""
+        limit = self._limits.get((sizes, device))
+        if limit is None:
+            if len(self._limits) >= 64:
+                self._limits.clear()
+            with torch.inference_mode(False):
+                limit = self._limits[sizes, device] = torch.tensor(sizes, device=device)
+        return limit
 
     def check(self, ids: torch.Tensor | None, own: Sequence[int | None]) -> None:
         """Refuse tokens that a row does not have.

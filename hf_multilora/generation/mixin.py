@@ -69,6 +69,10 @@ class MultiLoraMixin(AdapterWords):
         super(MultiLoraMixin, type(self)).loss_function.fset(self, value)  # type: ignore[misc]
 
     def get_compiled_call(self, compile_config: Any) -> Any:
+        calls = self.multilora.calls
+        if calls.graphs is not None:
+            with calls.lock:
+                return functools.partial(_stepped_forward, calls, calls.graphs.begin(self))
         compiled = super().get_compiled_call(compile_config)  # type: ignore[misc]
         return functools.partial(_compiled_forward, self, compiled)
 
@@ -76,6 +80,14 @@ class MultiLoraMixin(AdapterWords):
         result = super()._expand_inputs_for_generation(*args, **kwargs)  # type: ignore[misc]
         _begin(self.multilora.calls, self.config.is_encoder_decoder, args, kwargs, result)  # type: ignore[attr-defined]
         return result
+
+    def _prepare_static_cache(self, cache_implementation: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        cache = super()._prepare_static_cache(cache_implementation, batch_size, *args, **kwargs)  # type: ignore[misc]
+        calls = self.multilora.calls
+        if calls.graphs is not None:
+            with calls.lock:
+                calls.graphs.prepare(self, cache, batch_size, int(self._previous_max_cache_length))  # type: ignore[attr-defined]
+        return cache
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:
         processors = super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
@@ -238,6 +250,10 @@ def _part_class(old: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 def _is_guidance(processor: Any) -> bool:
     return isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor)
+
+
+def _stepped_forward(calls: Calls, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return calls.forward(step, args, kwargs)
 
 
 def _compiled_forward(model: MultiLoraMixin, compiled: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,62 @@
+"""What of a model, and of torch's switches, decides whether and how its decode steps are captured."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+
+def environment(model: Any) -> Hashable:
+    """Switches outside of the inputs that choose kernels, or dtypes."""
+    kind = model.device.type
+    experts: Any = getattr(model, "get_experts_implementation", lambda: None)()
+    return (
+        model.dtype,
+        model.config._attn_implementation,
+        tuple(sorted(experts.items())) if isinstance(experts, dict) else experts,
+        torch.is_autocast_enabled(kind),
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+def survey_model(model: Any) -> tuple[str | None, tuple[int, ...]]:
+    """What stands in the way of capturing a model (None: nothing), and where its weights are."""
+    places: list[int] = []
+    obstacle = None
+    if "llama4" in str(getattr(model.config, "model_type", "")):
+        obstacle = "transformers does not compile this architecture either"
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        return "the model is spread over several devices", ()
+    if any(getattr(torch_module, f"_global{name}") for name in _HOOKS):
+        obstacle = "a hook is registered for all modules"
+    for module in model.modules():
+        state = module.__dict__
+        if any(not _harmless(hook) for name in _HOOKS for hook in state[name].values()):
+            obstacle = f"a {type(module).__name__} has a forward hook"
+        own = {**state, **state["base_layer"].__dict__} if "base_layer" in state else state
+        if "_hf_hook" in own or "forward" in own or own.get("_compiled_call_impl") is not None:
+            obstacle = f"a {type(module).__name__} has a forward of its own (offloaded, compiled, or patched)"
+        for tensors in (state["_parameters"], state["_buffers"]):
+            places.extend(tensor.data_ptr() for tensor in tensors.values() if tensor is not None)
+    return obstacle, tuple(places)
+
+
+def _harmless(hook: Any) -> bool:
+    """Those by which transformers collects hidden states do nothing but pass tensors on."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith("transformers.utils.output_capturing")
