@@ -1,101 +1,262 @@
-"""The README's figures, from the newest file of each benchmark in benchmarks/results: nothing there is typed by hand.
+"""The README's figures, from the newest runs in benchmarks/results: nothing there is typed by hand.
 
 python benchmarks/tables.py --write     # puts them between the README's markers
 python benchmarks/tables.py             # prints them
+
+Figures that are compared stand in one run: each column of the decode table is one run, and so is each other table.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from hf_multilora.bench.results import Run, read_runs
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 START, END = "<!-- figures: python benchmarks/tables.py --write -->", "<!-- end of figures -->"
+ROWS = 32  # batch size of the decode table
 
-# (benchmark, what it calls the figure, what the README calls it)
-FIGURES = [
-    ("generate", "eager decode, batch 32, bare model", "decode step, the bare model"),
-    ("generate", "eager decode, batch 32, enabled, none active", "decode step, enabled, no row with an adapter"),
-    ("generate", "eager decode, batch 32, 1 adapters", "decode step, 1 adapter in the batch"),
-    ("generate", "eager decode, batch 32, 32 adapters", "decode step, 32 different adapters in the batch"),
-    (
-        "memory",
-        "bring an adapter into a slot (wall, with eviction)",
-        "bring an adapter of 84 MB into a slot, one copy",
-    ),
-    ("memory", "load from a warm file", "load an adapter of 84 MB from a warm file"),
-    ("kinds", "decode step, 24 plain, 8 base", "decode step, 24 rows of plain LoRA, 8 of the base"),
-    (
-        "kinds",
-        "decode step, 8 plain, 8 DoRA, 8 lora_bias, 8 base",
-        "decode step, 8 rows of LoRA, 8 of DoRA, 8 with lora_bias, 8 of the base",
-    ),
-    ("cpu", "decode step, 16 rows, bare model", "decode step, the bare model"),
-    ("cpu", "decode step, 16 rows, 16 adapters", "decode step, 16 different adapters in the batch"),
-    (
-        "cpu",
-        "decode step, 16 rows, PEFT adapter_names, 16 adapters",
-        "decode step, PEFT's `adapter_names`, the same 16",
-    ),
+# (what the row is called, what the benchmark calls the case)
+MIXES = [
+    ("the bare model", "bare model"),
+    ("enabled, no row with an adapter", "enabled, none active"),
+    (f"4 rows of {ROWS} with one each", f"4 rows of {ROWS} adapted"),
+    ("1 adapter", "1 adapters"),
+    *((f"{count} different adapters", f"{count} adapters") for count in (2, 4, 8, 32)),
 ]
+PEFT_MIXES = {
+    "bare model": "bare model beside PEFT",
+    **{f"{count} adapters": f"PEFT mixed batch, {count} adapters" for count in (1, 2, 4, 8, 32)},
+}
+# Tables of a benchmark whose rows are figures: (what it calls the figure, what the README calls it).
+LISTS = {
+    "memory": [
+        ("bring an adapter into a slot (wall, with eviction)", "bring an adapter of 84 MB into a slot, one copy"),
+        ("load from a warm file", "load an adapter of 84 MB from a warm file"),
+    ],
+    "kinds": [
+        ("decode step, 24 plain, 8 base", "decode step, 24 rows of plain LoRA, 8 of the base"),
+        (
+            "decode step, 8 plain, 8 DoRA, 8 lora_bias, 8 base",
+            "decode step, 8 rows of LoRA, 8 of DoRA, 8 with lora_bias, 8 of the base",
+        ),
+    ],
+    "cpu": [
+        ("decode step, 16 rows, bare model", "decode step, the bare model"),
+        ("decode step, 16 rows, 16 adapters", "decode step, 16 different adapters in the batch"),
+        (
+            "decode step, 16 rows, PEFT adapter_names, 16 adapters",
+            "decode step, PEFT's `adapter_names`, the same 16",
+        ),
+    ],
+}
 CONDITIONS = {
-    "generate": "Llama-3-8B shape, random bf16 weights, r=16 on all seven projections, batch 32, eager",
-    "memory": "the same adapters",
-    "kinds": "the same model, each row its own adapter; the ratio is to the row above",
+    "memory": "adapters of r=16 on the seven projections of the 8B shape",
+    "kinds": "the 8B shape, eager, each row its own adapter; the ratio is to the row above",
     "cpu": "SmolLM2-135M-Instruct, fp32, r=8 on q and v, batch 16",
 }
 
 
-def runs(benchmark: str) -> list[list[dict[str, Any]]]:
-    """Rows of each result file of a benchmark, the newest file last."""
-    files = sorted((HERE / "results").glob(f"{benchmark}-*.json"), key=lambda path: (path.stem[-10:], path.stem))
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+@dataclass(frozen=True)
+class Column:
+    """One way to decode, in the run that has its figures."""
+
+    title: str
+    run: Run
+    names: dict[str, str]  # mix -> what the run calls it
+
+    def cell(self, mix: str) -> str:
+        row = self.run.figures.get(self.names.get(mix, ""))
+        if row is None:
+            return ""
+        return f"{row['value']:.1f} ms" + (f", {row['ratio']:.2f} x" if row["ratio"] else "")
+
+    def spread(self) -> str:
+        """How far single repetitions lie from their medians."""
+        deviations = [
+            (min(row["all"]) / row["value"] - 1, max(row["all"]) / row["value"] - 1)
+            for row in (self.run.figures.get(name) for name in self.names.values())
+            if row is not None and row.get("all")
+        ]
+        low, high = min(low for low, _ in deviations), max(high for _, high in deviations)
+        return f"{self.title} {low * 100:+.0f} to {high * 100:+.0f} %"
 
 
-def others(earlier: list[list[dict[str, Any]]]) -> str:
-    """What earlier runs gave for the step that counts most: hosts differ, and an eager step is bound by its host."""
-    bare, mixed = "eager decode, batch 32, bare model", "eager decode, batch 32, 32 adapters"
+def on_the_shape(run: Run) -> bool:
+    """Whether a run is of the whole 8B shape on a GPU; the first files do not say, and were."""
+    asked = run.settings
+    return run.about.get("cuda") is not None and (
+        not asked or (asked["shape"] == "8B" and asked.get("layers") is None and asked.get("model") is None)
+    )
+
+
+def newest(runs: Iterable[Run], figure: str) -> Run | None:
+    return next((run for run in reversed(list(runs)) if figure in run.figures), None)
+
+
+def columns(runs: list[Run], rows: int) -> list[Column]:
+    """The ways to decode that were measured at this batch size, each from its newest run with the largest mix."""
     found = []
-    for rows in earlier:
-        by_name = {row["what"]: row for row in rows if row["kind"] == "result"}
-        if bare in by_name and mixed in by_name:
-            found.append(f"{by_name[bare]['value']:.1f} and {by_name[mixed]['value']:.1f} ms")
-    return f"Earlier runs on other hosts, bare and with 32 adapters: {'; '.join(found)}." if found else ""
+    for title, path in (("eager", "eager"), ("compiled", "static"), ("captured", "graphs")):
+        names = {mix: f"{path} decode, batch {rows}, {mix}" for _, mix in mixes(rows)}
+        run = newest(runs, names["32 adapters"])
+        if run is not None:
+            found.append(Column(title, run, names))
+    names = {mix: f"eager decode, batch {rows}, {label}" for mix, label in PEFT_MIXES.items()}
+    run = newest(runs, names["32 adapters"])
+    return [*found, Column("PEFT, eager", run, names)] if run is not None else found
+
+
+def mixes(rows: int) -> list[tuple[str, str]]:
+    return [
+        (title.replace(f"of {ROWS}", f"of {rows}"), mix.replace(f"of {ROWS}", f"of {rows}")) for title, mix in MIXES
+    ]
+
+
+def about(run: Run) -> str:
+    facts = run.about
+    return f"{facts['device']}, torch {facts['torch']}, transformers {facts['transformers']}, {facts['date'][:10]}"
+
+
+def decode(runs: list[Run]) -> list[str]:
+    """A decode step at batch 32: mixes of adapters by ways to decode."""
+    shown = columns(runs, ROWS)
+    if not shown:
+        return []
+    places = list(dict.fromkeys(about(column.run) for column in shown))
+    lines = [
+        f"{'; '.join(places)}: one decode step at batch {ROWS}, Llama-3-8B shape, random bf16 weights, r=16 on all "
+        f"seven projections; the ratio is to the bare model in the same repetition{compared(shown)}.",
+        "",
+        "| in the batch | " + " | ".join(column.title for column in shown) + " |",
+        "|---|" + "---|" * len(shown),
+    ]
+    for title, mix in mixes(ROWS):
+        cells = [column.cell(mix) for column in shown]
+        if any(cells):
+            lines.append(f"| {title} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        f"Medians; single repetitions differ from them by: {', '.join(column.spread() for column in shown)}.",
+    ]
+    lines += [sentence for column in shown if (sentence := captured(column))]
+    more = other_hosts(runs, shown[0].run)
+    return ["\n".join([*lines, more] if more else lines)]
+
+
+def compared(shown: list[Column]) -> str:
+    """Which bare model each column is compared with, where there is a choice."""
+    texts = []
+    for column in shown:
+        row = column.run.figures[column.names["32 adapters"]]
+        over = {"static bare": "compiled", "eager bare": "eager"}.get(row.get("over"))
+        if over is not None and column.title in ("compiled", "captured"):
+            texts.append(f"{column.title}: {over}")
+    return f" ({', '.join(texts)})" if texts else ""
+
+
+def captured(column: Column) -> str:
+    """How the captured path compares, and how long it takes to be ready."""
+    figures = column.run.figures
+    first = f"graphs decode, batch {ROWS}, 32 adapters"
+    ready, over = figures.get(f"{first}, ready"), figures.get(f"{first}, over the compiled step")
+    compiled = figures.get(f"static decode, batch {ROWS}, 32 adapters, ready")
+    if column.title != "captured" or ready is None:
+        return ""
+    text = f"Captured (`decode_graphs=True`) is ready in {ready['value']:.1f} s for a batch size"
+    text += f", compiled in {compiled['value']:.0f} s" if compiled else ""
+    return text + (f"; its step takes {over['value']:.2f} x the compiled one." if over else ".")
+
+
+def other_hosts(runs: list[Run], shown: Run) -> str:
+    """What other runs gave for the step that counts most: hosts differ, and an eager step is bound by its host."""
+    bare, mixed = (f"eager decode, batch {ROWS}, {label}" for label in ("bare model", "32 adapters"))
+    found = [run for run in runs if bare in run.figures and mixed in run.figures and run is not shown]
+    pairs = [f"{run.figures[bare]['value']:.1f} and {run.figures[mixed]['value']:.1f} ms" for run in found]
+    return f"Other runs, eager, bare and with 32 adapters: {'; '.join(pairs)}." if pairs else ""
+
+
+def prefill(runs: list[Run]) -> list[str]:
+    """Prompts: one table of tokens by adapters, from the newest run that has the longest."""
+    run = next(
+        (run for run in reversed(runs) if any(row.get("path") == "prefill" for row in run.figures.values())), None
+    )
+    if run is None:
+        return []
+    rows = [row for row in run.figures.values() if row.get("path") == "prefill" and "all" in row]
+    counts = sorted({row["adapters"] for row in rows if row["adapters"] is not None})
+    lines = [f"{about(run)}: prefill of the same model, {rows[0]['rows']} rows.", ""]
+    lines.append(
+        "| tokens | the bare model | " + " | ".join(f"{c} adapters" if c else "none active" for c in counts) + " |"
+    )
+    lines.append("|---|---|" + "---|" * len(counts))
+    for tokens in sorted({row["tokens"] for row in rows}):
+        by_count = {row["adapters"]: row for row in rows if row["tokens"] == tokens}
+        cells = [f"{by_count[None]['value']:.1f} ms"] if None in by_count else [""]
+        cells += [
+            f"{by_count[c]['value']:.1f} ms, {by_count[c]['ratio']:.2f} x" if c in by_count else "" for c in counts
+        ]
+        lines.append(f"| {tokens} | " + " | ".join(cells) + " |")
+    return ["\n".join(lines)]
+
+
+def registered() -> list[str]:
+    """Throughput with few and with many registered adapters."""
+    runs = [run for run in read_runs(HERE / "results", "registered") if on_the_shape(run)]
+    if not runs:
+        return []
+    rows = [row for row in runs[-1].figures.values() if row["unit"] == "tokens/s"]
+    first = rows[0]
+    lines = [
+        f"{about(runs[-1])}: the same model, {first['path']}, r=8 on q and v, Zipf traffic, batches of {ROWS} rows "
+        f"that name at most 8 adapters, {first['slots']} slots.",
+        "",
+        "| registered | new tokens/s | of all repetitions | adapters brought in for a batch |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        spread = f"{min(row['all']):.0f} to {max(row['all']):.0f}"
+        lines.append(f"| {row['registered']} | {row['value']:.0f} | {spread} | {row['brought_in']:.1f} |")
+    return ["\n".join(lines)]
+
+
+def listed(benchmark: str) -> list[str]:
+    """A table whose rows are figures, with the spread of their repetitions."""
+    runs = [run for run in read_runs(HERE / "results", benchmark) if benchmark == "cpu" or on_the_shape(run)]
+    if not runs:
+        return []
+    run = runs[-1]
+    lines = [
+        f"{about(run)}: {CONDITIONS[benchmark]}.",
+        "",
+        "| | median | of all repetitions | ratio |",
+        "|---|---|---|---|",
+    ]
+    for what, title in LISTS[benchmark]:
+        row: dict[str, Any] | None = run.figures.get(what)
+        if row is None:
+            continue
+        over = f"{row['ratio']:.2f} x" if row["ratio"] and benchmark != "memory" else ""
+        spread = f"{min(row['all']):.1f} to {max(row['all']):.1f}" if row.get("all") else ""
+        lines.append(f"| {title} | {row['value']:.1f} {row['unit']} | {spread} | {over} |")
+    return ["\n".join(lines)]
 
 
 def table() -> str:
-    """The figures as a markdown table, one part for each benchmark that has results."""
-    parts = []
-    for benchmark, conditions in CONDITIONS.items():
-        files = runs(benchmark)
-        if not files:
-            continue
-        rows = files[-1]
-        about = rows[0]
-        lines = [
-            f"{about['device']}, torch {about['torch']}, transformers {about['transformers']}, {about['date'][:10]}: "
-            f"{conditions}.",
-            "",
-            "| | median | of all repetitions | over the bare model |",
-            "|---|---|---|---|",
-        ]
-        by_name = {row["what"]: row for row in rows if row["kind"] == "result"}
-        for _, what, title in (f for f in FIGURES if f[0] == benchmark and f[1] in by_name):
-            row = by_name[what]
-            over = f"{row['ratio']:.2f} x" if row["ratio"] and benchmark != "memory" else ""
-            spread = f"{min(row['all']):.1f} to {max(row['all']):.1f}" if row.get("all") else ""
-            lines.append(f"| {title} | {row['value']:.1f} {row['unit']} | {spread} | {over} |")
-        more = others(files[:-1])
-        parts.append("\n".join([*lines, "", more] if more else lines))
+    """All parts that have results, as markdown."""
+    runs = [run for run in read_runs(HERE / "results", "generate") if on_the_shape(run)]
+    parts = decode(runs) + prefill(runs) + listed("memory") + registered() + listed("kinds") + listed("cpu")
     return "\n\n".join(parts)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the table into the README")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="put the tables into the README")
     block = f"{START}\n{table()}\n{END}"
     if not parser.parse_args().write:
         print(block)

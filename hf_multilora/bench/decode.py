@@ -96,7 +96,7 @@ def run_decode(
     settings = models.settings
     cases = [case for path in paths for case in cases_of(models, path, rows)]
     if paths == ["graphs"]:
-        cases.insert(0, Case("eager", BARE, BARE, models.bare, rows, {}))
+        cases.insert(0, Case("eager", BARE, f"{BARE} beside captured", models.bare, rows, {}))
     inputs = prompts(models.bare, rows, PROMPT_TOKENS)
     for case in order_of_first_calls(cases):
         first_calls(models, case, inputs, counter)
@@ -105,6 +105,8 @@ def run_decode(
         longer = milliseconds(lambda: case.generate(inputs, settings.new_tokens), settings.device)
         return (longer - milliseconds(lambda: case.generate(inputs, 1), settings.device)) / (settings.new_tokens - 1)
 
+    if "graphs" in paths and settings.cuda and not any(c.counted["captured"] for c in cases if c.path == "graphs"):
+        models.results.fail("decode_graphs: no step was captured; the figures of `graphs` are those of eager steps")
     before = counter.now()
     steps = {case.name: functools.partial(step, case) for case in cases}
     values = alternate(steps, settings.reps, deadline)
