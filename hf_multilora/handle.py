@@ -6,13 +6,14 @@ import copy
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -36,8 +37,10 @@ from .inject import (
     swap_out,
 )
 from .kernels.ops import EmbeddingOp, LinearOp, Workspace
+from .layers import LoraLayer
 from .layers.embedding import LoraEmbedding
-from .layers.linear import LoraHead
+from .layers.linear import LoraHead, may_group
+from .layers.siblings import form_groups
 from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
 from .memory.registry import Loaded
@@ -113,6 +116,7 @@ class MultiLora:
             else:
                 op = LinearOp(*common, target.in_features, target.widths, self.config.max_lora_rank, workspace)
             wrapper.bind(frozenset(range(first, first + len(target.widths))), op)
+        form_groups(self._single_places(), self._routing)
         extra, tied = self.config.extra_vocab_size, self._tied_embeddings()
         for path in tied if extra else ():
             if isinstance(self._wrappers.get(path), (LoraEmbedding, LoraHead)):
@@ -121,6 +125,13 @@ class MultiLora:
         for wrapper in self._wrappers.values():
             if isinstance(wrapper, LoraEmbedding):
                 wrapper.positions = wrapper is not tokens and wrapper._path not in tied
+
+    def _single_places(self) -> Iterator[tuple[nn.Module, str, LoraLayer]]:
+        """(parent, attribute, wrapper) of the layers that may be served in groups."""
+        for path, wrapper in self._wrappers.items():
+            places = self._survey.found[path].places
+            if len(places) == 1 and may_group(wrapper):
+                yield (*places[0], wrapper)
 
     def _tied_embeddings(self) -> set[str]:
         """Paths of the input embedding, the head, and every module that shares a matrix with one of them."""

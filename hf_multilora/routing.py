@@ -171,7 +171,7 @@ class Routing:
         refused: whether they meet an adapter that they cannot serve.
         overlap: whether the forward that is running is being captured: layers then start their adapters' part beside
             their own.
-        open: the group of siblings (`layers.siblings`) whose outputs wait to be taken.
+        open: outputs of siblings (`layers.siblings.Stash`) that wait to be taken.
     """
 
     def __init__(self, device: torch.device, capacity: int = 1024) -> None:

@@ -20,8 +20,8 @@ from ..routing import Routing, RowState
 
 # What accelerate puts on a module that it hooks. It stays on the base layer: a wrapper that seemed to be hooked would
 # be handed the base's own forward as "the old one", and the adapters would be lost without a word.
-_HOOKED = ("forward", "_hf_hook", "_old_forward")
-_OWN = ("base_layer", "_routing", "_sites", "_op", "_path", "_scattered", "extra", "positions")
+HOOKED = ("forward", "_hf_hook", "_old_forward")
+_OWN = ("base_layer", "_routing", "_sites", "_op", "_path", "_scattered", "_group", "_place", "extra", "positions")
 
 
 @functools.cache
@@ -47,9 +47,15 @@ class LoraLayer(nn.Module):
         """Make a wrapper of `base`, of a class that derives from this one and from the base's own class."""
         wrapped: Any = _class_for(cls, type(base))  # type: ignore[arg-type]
         self: LoraLayer = wrapped.__new__(wrapped)
-        self.__dict__.update({k: v for k, v in base.__dict__.items() if k not in _HOOKED})
+        self.__dict__.update({k: v for k, v in base.__dict__.items() if k not in HOOKED})
         self.__dict__.update(
-            base_layer=base, _routing=routing, _sites=frozenset(), _op=None, _path=path, _scattered=scattered
+            base_layer=base,
+            _routing=routing,
+            _sites=frozenset(),
+            _op=None,
+            _path=path,
+            _scattered=scattered,
+            _group=None,
         )
         return self
 
@@ -68,7 +74,7 @@ class LoraLayer(nn.Module):
 
     def bind(self, sites: frozenset[int], op: Any) -> None:
         """Connect the wrapper with its sites and the op that adds their deltas."""
-        self.__dict__.update(_sites=sites, _op=op)
+        self.__dict__.update(_sites=sites, _op=op, _group=None)
 
     def get_base_layer(self) -> nn.Module:
         """The base layer. PEFT asks every module with a `base_layer` for it when it removes its own layers."""
@@ -76,11 +82,12 @@ class LoraLayer(nn.Module):
 
     def _shared(self) -> dict[str, Any]:
         """The instance dictionary without what is the wrapper's own, or accelerate's."""
-        return {key: value for key, value in self.__dict__.items() if key not in _HOOKED and key not in _OWN}
+        return {key: value for key, value in self.__dict__.items() if key not in HOOKED and key not in _OWN}
 
     def unwrap(self) -> nn.Module:
         """The base layer, brought up to date with what was set on the wrapper since (train() and the like)."""
         base = self.base_layer
+        self.__dict__["_group"] = None
         base.__dict__.update(self._shared())
         if "_hf_hook" in self.__dict__:
             from accelerate.hooks import add_hook_to_module
@@ -93,7 +100,7 @@ class LoraLayer(nn.Module):
         base = self.base_layer
         twin = type(base).__new__(type(base))
         memo[id(self)] = memo[id(base)] = twin
-        hooked = {key: value for key, value in base.__dict__.items() if key in _HOOKED}
+        hooked = {key: value for key, value in base.__dict__.items() if key in HOOKED}
         for key, value in {**self._shared(), **hooked}.items():
             twin.__dict__[key] = copy.deepcopy(value, memo)
         if "_hf_hook" in self.__dict__:

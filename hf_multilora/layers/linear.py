@@ -6,13 +6,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from ..routing import RowState
-from .base import LoraLayer
+from .base import HOOKED, LoraLayer
 from .registry import register_layer
 from .saved import run_with, select, widened
+from .siblings import Group
 
 
 @register_layer(nn.Linear, Conv1D)
@@ -28,6 +30,9 @@ class LoraLinear(LoraLayer):
 
     kind = "linear"
 
+    _group: Group | None  # the siblings that it is served with, if any
+    _place: int  # its own among them
+
     @classmethod
     def dimensions(cls, base: nn.Module) -> tuple[int, int]:
         if isinstance(base, Conv1D):
@@ -38,10 +43,57 @@ class LoraLinear(LoraLayer):
             raise ValueError(f"{type(base).__name__} has no in_features and out_features") from None
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        y = self.base_layer.forward(x, *args, **kwargs)
-        if self._routing.state is None:
-            return y
-        return self._adapted(y, x, x.dim() == 2)
+        # Runs some hundred times in each step: the common cases come first, and as little Python as there can be.
+        routing = self._routing
+        state: Any = routing.state
+        if state is None:
+            return self.base_layer.forward(x, *args, **kwargs)
+        group = self._group
+        if group is not None:
+            stash = routing.open
+            if stash is not None and stash.group is group:
+                if stash.x is x:
+                    y = stash.ys[self._place]
+                    if y is not None and (stash.version < 0 or stash.version == x._version) and not (args or kwargs):
+                        stash.ys[self._place] = None
+                        stash.left -= 1
+                        if not stash.left:
+                            routing.open = None
+                            if not stash.traced:
+                                group.proven, group.misses = True, 0
+                        return y
+                stash.fail()
+                group = self._group
+        if is_compiling():
+            return self._traced(x, args, kwargs)
+        if state.plain:
+            if self._sites.isdisjoint(state.touched) if group is None else group.sites.isdisjoint(state.touched):
+                return self.base_layer.forward(x, *args, **kwargs)
+            if x.shape[0] == state.rows and not self._scattered:
+                if group is not None and not (args or kwargs):
+                    y = group.lead(self._place, x, state)
+                    if y is not None:
+                        return y
+                if routing.overlap:
+                    h = self._op.begin(x, state.tensor, state.rows)
+                    ys = (self.base_layer.forward(x, *args, **kwargs),)
+                    return self._op.end(ys, x, h, state.tensor, state.rows, state.memo)[0]
+                ys = (self.base_layer.forward(x, *args, **kwargs),)
+                return self._op(ys, x, state.tensor, state.rows, state.memo)[0]
+        return self._adapted(self.base_layer.forward(x, *args, **kwargs), x, x.dim() == 2)
+
+    def _traced(self, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The forward inside of a compiled one."""
+        routing, group = self._routing, self._group
+        if not routing.traced or routing.refused:
+            return self._adapted(self.base_layer.forward(x, *args, **kwargs), x, x.dim() == 2)
+        if routing.open is not None:
+            routing.open.fail()
+        rows = routing.compiled_rows(x.shape, x.dim() == 2, self._path)
+        if group is not None and (group.trusted or group.proven) and not (args or kwargs):
+            return group.trace(self._place, x, routing.static, rows)
+        h = self._op.begin(x, routing.static, rows)
+        return self._op.end((self.base_layer.forward(x, *args, **kwargs),), x, h, routing.static, rows)[0]
 
     def _run(self, y: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:
         return self._op((y,), x, *args)[0]
@@ -82,3 +134,14 @@ class LoraHead(LoraLinear):
     def _changed(self, y: torch.Tensor, x: torch.Tensor, flat: bool, state: RowState) -> torch.Tensor:
         y = widened(self._delta(y, x, flat, state), y.shape[-1] + self.extra)
         return self._replaced(y, x, flat, state)
+
+
+def may_group(wrapper: LoraLayer) -> bool:
+    """Whether a wrapper may be served together with siblings: what it computes is LoraLinear's, hooked by nobody."""
+    own = ("forward", "_adapted", "_changed", "_delta", "_run", "_traced")
+    return (
+        isinstance(wrapper, LoraLinear)
+        and all(getattr(type(wrapper), name) is getattr(LoraLinear, name) for name in own)
+        and not wrapper._scattered
+        and wrapper.base_layer.__dict__.keys().isdisjoint(HOOKED)
+    )

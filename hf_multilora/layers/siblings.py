@@ -1,0 +1,228 @@
+"""Siblings: linear layers of one parent that read the same input (q/k/v, gate/up), served by one op.
+
+Whichever of them is called first with a new input leads: it runs the base layers of all, then one op for all, and
+leaves the others' outputs in a stash. They take them if they are called with that very tensor. What a model does is
+not guessed beyond that: a group whose stash is not taken (in cross-attention q reads another x than k and v) is split.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..kernels.ops import MAX_SLICES, LinearOp
+from ..routing import Routing, RowState
+
+# Names in one parent whose layers read the same x in the models of transformers. Only those that follow each other
+# directly in the model, among the layers that carry adapters, become a group.
+_FAMILIES: tuple[frozenset[str], ...] = tuple(
+    frozenset(names.split())
+    for names in (
+        "q_proj k_proj v_proj g_proj gate_proj a_proj b_proj r_proj kv_a_proj_with_mqa",
+        "gate_proj up_proj",
+        "query key value",
+        "q k v",
+        "q_lin k_lin v_lin",
+        "wq wk wv",
+        "to_q to_k to_v to_kv",
+        "linear_q linear_k linear_v",
+        "query_proj key_proj value_proj",
+        "project_q project_k project_v",
+        "w1 w3",
+        "wi_0 wi_1",
+        "w_0 w_1",
+        "c_fc_0 c_fc_1",
+        "linear_x linear_y",
+        "in_proj_qkv in_proj_z in_proj_b in_proj_a",
+        "in_proj_qkvz in_proj_ba",
+    )
+)
+# A forward that ends with a stash has failed, perhaps, or left out a layer for once. So many in a row are no accident.
+_MISSES = 3
+
+
+class Stash:
+    """Outputs of siblings that wait to be taken; one of a model's groups has one at a time, in `Routing.open`.
+
+    Attributes:
+        group: whose they are.
+        x: the tensor that the base layers have read.
+        ys: by member, None where taken.
+        version: of x at that time; -1 where tensors have none (inference_mode, a graph).
+        left: how many wait.
+        traced: whether this happens in a graph, which changes nothing about its group.
+    """
+
+    __slots__ = ("group", "left", "traced", "version", "x", "ys")
+
+    def __init__(
+        self, group: Group, x: torch.Tensor, ys: list[torch.Tensor | None], version: int, traced: bool
+    ) -> None:
+        self.group, self.x, self.ys, self.version, self.traced = group, x, ys, version, traced
+        self.left = len(ys) - 1
+
+    def drop(self) -> None:
+        """A forward has begun or ended while outputs wait: let them go; after several such forwards, split."""
+        group = self.group
+        group.misses += 1
+        if group.misses < _MISSES:
+            group.routing.open = None
+        else:
+            self.fail()
+
+    def fail(self) -> None:
+        """Not all members read x: from now on those that did are a group, and the others are, where possible."""
+        group = self.group
+        group.routing.open = None
+        if torch.compiler.is_compiling():  # a graph changes no structure; the next eager forward will
+            group.trusted = group.proven = False
+        else:
+            group.split([y is None for y in self.ys])
+
+
+class Group:
+    """Wrappers of siblings in the order of their sites, and their op.
+
+    Args:
+        members: at least two wrappers with ops over one arena, whose sites follow each other.
+        routing: their model's.
+        trusted: the parent's source gives all of them the same name for x. Compiled forwards use only groups that are
+            trusted, or proven in an eager forward: a graph must not end with a stash.
+
+    Attributes:
+        proven: all members have taken their outputs once.
+        misses: forwards in a row that have ended with a stash.
+    """
+
+    def __init__(self, members: Sequence[Any], routing: Routing, trusted: bool) -> None:
+        self.members = tuple(members)
+        self.bases: tuple[nn.Module, ...] = tuple(member.base_layer for member in members)
+        self.sites: frozenset[int] = frozenset().union(*(member._sites for member in members))
+        self.op = joined([member._op for member in members])
+        self.routing = routing
+        self.trusted = trusted
+        self.proven = False
+        self.misses = 0
+        self._dicts = tuple(member.__dict__ for member in members)
+        for place, member in enumerate(members):
+            member.__dict__.update(_group=self, _place=place)
+
+    def lead(self, place: int, x: torch.Tensor, state: RowState) -> torch.Tensor | None:
+        """Output of the member at `place`, the others' in a stash; None where it has to compute alone.
+
+        The first dimension of x counts the rows of `state`, which has deltas only.
+        """
+        routing, op = self.routing, self.op
+        for attributes in self._dicts:
+            if (
+                "forward" in attributes
+            ):  # accelerate may have put hooks on members: offloaded weights are not there yet
+                return None
+        if routing.open is not None:
+            routing.open.fail()
+        h = op.begin(x, state.tensor, state.rows) if routing.overlap else None
+        ys = tuple([base.forward(x) for base in self.bases])
+        if not self.proven and not self._suits(ys, x):
+            return None
+        if routing.overlap:
+            ys = op.end(ys, x, h, state.tensor, state.rows, state.memo)
+        else:
+            ys = op(ys, x, state.tensor, state.rows, state.memo)
+        waiting: list[torch.Tensor | None] = list(ys)
+        waiting[place] = None
+        routing.open = Stash(self, x, waiting, -1 if x.is_inference() else x._version, False)
+        return ys[place]
+
+    def trace(self, place: int, x: torch.Tensor, row_slots: torch.Tensor, rows: int) -> torch.Tensor:
+        """The same in a compiled forward, where nothing else is stashed."""
+        h = self.op.begin(x, row_slots, rows)
+        ys = self.op.end(tuple([base.forward(x) for base in self.bases]), x, h, row_slots, rows)
+        waiting: list[torch.Tensor | None] = list(ys)
+        waiting[place] = None
+        self.routing.open = Stash(self, x, waiting, -1, True)
+        return ys[place]
+
+    def split(self, kinds: Sequence[Any]) -> None:
+        """Make groups of consecutive members of one kind, where there are two or more; the others are on their own."""
+        for member in self.members:
+            member.__dict__["_group"] = None
+        for run in _runs(zip(self.members, kinds, strict=True)):
+            if len(run) > 1:
+                Group(run, self.routing, False)
+
+    def _suits(self, ys: Sequence[Any], x: torch.Tensor) -> bool:
+        """Whether the base layers return what one op can add to; else the group is no more."""
+        good = all(
+            isinstance(y, torch.Tensor) and y.shape == (*x.shape[:-1], width)
+            for y, width in zip(ys, self.op.outputs, strict=True)
+        )
+        if not good:
+            self.split(range(len(self.members)))
+        return good
+
+
+def joined(ops: Sequence[LinearOp]) -> LinearOp:
+    """One op for layers whose sites follow each other."""
+    first = ops[0]
+    widths = [width for op in ops for width in op.widths]
+    outputs = [output for op in ops for output in op.outputs]
+    arena = (first.data, first.meta, first.floats, first.slot_elems, first.zero_off, first.site)
+    return LinearOp(*arena, first.in_features, widths, first.max_rank, first.workspace, outputs)
+
+
+def form_groups(wrappers: Iterable[tuple[nn.Module, str, Any]], routing: Routing) -> None:
+    """Find the groups among wrappers that may be in one.
+
+    Args:
+        wrappers: (parent, attribute, wrapper), bound to ops of their own, in the order of their sites.
+    """
+    parents: dict[int, list[tuple[nn.Module, str, Any]]] = {}
+    for item in wrappers:
+        parents.setdefault(id(item[0]), []).append(item)
+    for children in parents.values():
+        grouped: set[str] = set()
+        for family in _FAMILIES:
+            named = {id(w): name for _, name, w in children if name in family and name not in grouped}
+            for run in _runs((w, w._op.in_features) for _, _, w in children if id(w) in named):
+                if len(run) > 1:
+                    names = tuple(named[id(wrapper)] for wrapper in run)
+                    grouped.update(names)
+                    Group(run, routing, _same_argument(type(children[0][0]), names))  # type: ignore[arg-type]
+
+
+def _runs(wrappers: Iterable[tuple[Any, Any]]) -> Iterator[list[Any]]:
+    """Cut (wrapper, kind) into runs of one kind whose sites follow each other, of at most MAX_SLICES slices."""
+    run: list[Any] = []
+    before, slices = None, 0
+    for wrapper, kind in wrappers:
+        count = len(wrapper._op.widths)
+        follows = bool(run) and wrapper._op.site == run[-1]._op.site + len(run[-1]._op.widths)
+        if run and not (follows and kind == before and slices + count <= MAX_SLICES):
+            yield run
+            run, slices = [], 0
+        run.append(wrapper)
+        before, slices = kind, slices + count
+    if run:
+        yield run
+
+
+@functools.cache
+def _same_argument(owner: type[Any], names: tuple[str, ...]) -> bool:
+    """Whether the source of the class calls all of these layers with one argument of the same name."""
+    for cls in owner.__mro__:
+        if cls.__module__.startswith("torch."):
+            return False
+        try:
+            source = inspect.getsource(cls)
+        except (OSError, TypeError):
+            return False
+        calls = [set(re.findall(rf"self\.{re.escape(name)}\(\s*([^()]*?)\s*\)", source)) for name in names]
+        if all(calls):
+            return len(set().union(*calls)) == 1 and all(argument.isidentifier() for argument in calls[0])
+    return False
