@@ -87,6 +87,7 @@ def parser(description: str | None = __doc__) -> argparse.ArgumentParser:
     )
     options.add_argument("--no-sparse", dest="sparse", action="store_false", help="leave out '4 rows adapted'")
     options.add_argument("--max-lora-rank", type=int, help="of the enabled model; default: --rank")
+    options.add_argument("--max-loras", type=int, help="slots; default: 8, or as many as a part mixes")
     options.add_argument("--new-tokens", type=int, default=48)
     options.add_argument("--prefill", type=int, nargs="+", default=[8192], metavar="TOKENS", help="default: 8192")
     options.add_argument("--prefill-rows", type=int, default=16)

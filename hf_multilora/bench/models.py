@@ -27,6 +27,7 @@ class Settings:
     layers: int | None = None
     rank: int = 16
     max_lora_rank: int | None = None
+    max_loras: int | None = None
     reps: int = 7
     budget_s: float = 220
     out: str = "."
@@ -56,8 +57,8 @@ class Settings:
 
     @property
     def slots(self) -> int:
-        """As many as any part of the run mixes."""
-        return max(8, *self.adapters, *(self.prefill_adapters if "prefill" in self.parts else ()))
+        """`max_loras`; at least as many as any part of the run mixes, and 8 where it is not given."""
+        return max(self.max_loras or 8, *self.adapters, *(self.prefill_adapters if "prefill" in self.parts else ()))
 
 
 def has_decode_graphs() -> bool:

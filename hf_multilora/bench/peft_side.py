@@ -55,7 +55,7 @@ def _add(layer: Any, name: str, rank: int) -> None:
         layer.lora_B[name] = torch.nn.Linear(rank, layer.out_features, bias=False)
     layer.lora_dropout[name] = torch.nn.Identity()
     for entries in ("r", "lora_alpha", "scaling", "use_rslora", "use_dora", "lora_bias"):
-        known = getattr(layer, entries)
+        known = getattr(layer, entries, {})
         if first in known:
             known[name] = known[first]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 
-from hf_multilora.bench import registered
+from hf_multilora.bench import decode, registered
 from hf_multilora.bench.generate import run
 from hf_multilora.bench.kernels import Layers, Point
-from hf_multilora.bench.models import Settings, has_decode_graphs, ids, sparse_ids
+from hf_multilora.bench.measure import Counter
+from hf_multilora.bench.models import Models, Settings, has_decode_graphs, ids, sparse_ids
 from hf_multilora.bench.results import Results, read_runs
 from hf_multilora.bench.workload import linear_shapes
 from hf_multilora.config import MultiLoraConfig
@@ -82,6 +84,36 @@ def test_mixes_compile_nothing(whole_run):
     assert row["value"] == 0 and row["evictions"] > 0
     for path in ("static", "graphs") if has_decode_graphs() else ("static",):
         assert rows[f"{path} decode, batch 8, compiled after the first mix and none"]["value"] == 0
+
+
+def test_busy_time_is_that_of_a_step(tmp_path, monkeypatch):
+    """The profiler's part, with a profiler that sees 5 ms a generate() and 2 ms a step."""
+    results = Results("generate", tmp_path, "cpu", say=lambda line: None)
+    models = Models(Settings(batch=[2], adapters=[0, 2], reps=1, new_tokens=3), results)
+    looks = decode.run_decode(models, ["eager"], 2, Counter(), time.monotonic() + 60)
+    asked: list[int] = []
+    monkeypatch.setattr(decode.Case, "generate", lambda case, inputs, new: asked.append(new))
+
+    def busy_ms(run) -> float:
+        run()
+        return 5.0 + 2.0 * (asked[-1] - 1)
+
+    monkeypatch.setattr(decode, "busy_ms", busy_ms)
+    looks()
+    rows = {row["what"]: row for row in results.rows if row["what"].endswith("GPU busy")}
+    labels = ("bare model", "2 adapters", "enabled, none active")
+    assert list(rows) == [f"eager decode, batch 2, {label}, GPU busy" for label in labels]
+    assert {row["value"] for row in rows.values()} == {2.0} and rows[f"eager decode, batch 2, {labels[0]}, GPU busy"][
+        "side"
+    ] == "bare"
+
+
+@pytest.mark.parametrize("adapters", [[0, 1], [1, 8, 0, 32], [0]])
+def test_first_calls_make_both_graphs_first(adapters):
+    cases = [decode.Case("static", key, "", None, 32, {}) for key in (*map(str, adapters), "sparse", decode.BARE)]
+    order = [case.mix for case in decode.order_of_first_calls(cases)]
+    assert order[: 1 + len(adapters[:2])] == [decode.BARE, *dict.fromkeys([str(max(adapters)), "0"])]
+    assert sorted(order) == sorted(case.mix for case in cases)
 
 
 def test_captured_decoding_is_left_out_where_there_is_none(tmp_path, monkeypatch):
