@@ -6,7 +6,7 @@ import copy
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from .generation.graphs import Graphs
 from .generation.ids import BASE, names_of
 from .generation.logits import Vocabulary
 from .generation.mixin import restore_parts, swap_class, swap_parts
+from .generation.warmup import warm_up
 from .inject import (
     InstanceGuard,
     check_containers,
@@ -84,7 +85,7 @@ class MultiLora:
         )
         if config.decode_graphs:
             sites = frozenset(range(self._layout.n_sites))
-            self.calls.graphs = Graphs(self._routing, self.calls.order_streams, sites)
+            self.calls.graphs = Graphs(self._routing, self.calls.order_streams, sites, self._memory)
         if config.extra_vocab_size and hasattr(model, "final_logits_bias"):
             raise ConfigError(
                 f"extra_vocab_size={config.extra_vocab_size}: {type(model).__name__} adds a bias as wide as the base "
@@ -132,6 +133,11 @@ class MultiLora:
             places = self._survey.found[path].places
             if len(places) == 1 and may_group(wrapper):
                 yield (*places[0], wrapper)
+
+    def _memory(self) -> list[torch.Tensor]:
+        """What wrappers read for adapters: the slots, and the ops' workspace."""
+        spaces = [w._op.workspace.planes for w in self._wrappers.values() if w._op is not None]
+        return [self.store.arena.storage, *(planes for planes in spaces if planes is not None)]
 
     def _tied_embeddings(self) -> set[str]:
         """Paths of the input embedding, the head, and every module that shares a matrix with one of them."""
@@ -349,6 +355,28 @@ class MultiLora:
         the user has compiled the model, blocks hold its lock, and other threads wait until they end.
         """
         return self.calls.use(adapter_ids)
+
+    def warmup(self, rows: int | Sequence[int] = 1, *, max_length: int, **options: Any) -> None:
+        """Compile or capture, whichever generate() will use, before the first request.
+
+        Generates a few tokens from dummy prompts for each number of rows, with and without padding, under adapters
+        and without: afterwards no mix of adapters, and no load or eviction, compiles or captures anything. No adapter
+        is read, brought into a slot, or counted.
+
+        Args:
+            rows: batch sizes to come (prompts times beams or return sequences).
+            max_length: tokens of the longest prompt and its answer together; calls up to it share one cache size.
+            options: of generate(), where they differ from its defaults and change what a step returns.
+
+        Raises:
+            ConfigError, ModelError: see `generation.warmup.warm_up`.
+        """
+        warm_up(self._model, self.calls, rows, max_length, options)
+
+    @property
+    def graphs(self) -> Graphs | None:
+        """Captured decode steps, and their statistics; None without `decode_graphs`."""
+        return self.calls.graphs
 
     @property
     def adapters(self) -> dict[str, AdapterStatus]:

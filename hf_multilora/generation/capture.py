@@ -154,8 +154,8 @@ class CudaRecorder:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with _no_collection(), torch.cuda.stream(stream):
-                # cuBLAS keeps its scratch memory per stream: in a graph it must be the graph's own.
-                getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+                # cuBLAS keeps scratch memory for each stream, until somebody clears it: a graph's must be its pool's.
+                _clear_scratch()
                 # Other threads may load adapters meanwhile; their calls do not concern this capture.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
@@ -164,6 +164,7 @@ class CudaRecorder:
                 except BaseException:
                     self._recover(graph)
                     raise
+            _clear_scratch()
             current.wait_stream(stream)
         return graph.replay, output
 
@@ -189,6 +190,10 @@ class CudaRecorder:
             whole.capture_begin(capture_error_mode="thread_local")
             torch.zeros(1, device=self._device)
             whole.capture_end()
+
+
+def _clear_scratch() -> None:
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
 @contextmanager

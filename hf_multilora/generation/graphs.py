@@ -41,6 +41,7 @@ class Graphs:
         routing: what the model's layers read.
         order: lets the current stream wait for the model's last forward on another one.
         sites: every site that an adapter may have.
+        memory: what layers read for adapters, wherever it comes from: the slots, the kernels' workspace.
 
     Attributes:
         captures, replays: how many there were.
@@ -48,10 +49,17 @@ class Graphs:
         make_recorder: device -> what captures there, None where nothing can.
     """
 
-    def __init__(self, routing: Routing, order: Callable[[], None], sites: Collection[int]) -> None:
+    def __init__(
+        self,
+        routing: Routing,
+        order: Callable[[], None],
+        sites: Collection[int],
+        memory: Callable[[], list[torch.Tensor]] = list,
+    ) -> None:
         self.routing = routing
         self.order = order
         self.sites = sites
+        self.memory = memory
         self.captures = self.replays = 0
         self.refusals: dict[str, int] = {}
         self.make_recorder: Callable[[torch.device], Any] = _recorder
@@ -257,8 +265,8 @@ class _Step:
 
         graphs.recorder.warm(warm)
         known = [*self._model.parameters(), *self._model.buffers(), *view.tensors(), *constants.tensors()]
-        known += [place.shown for place in inputs]
-        audit = Audit([address_of(t) for t in known] + ([address_of(slots.tensor)] if slots is not None else []))
+        known += [*(place.shown for place in inputs), *graphs.memory(), *([slots.tensor] if slots is not None else [])]
+        audit = Audit([address_of(tensor) for tensor in known])
 
         def audited() -> None:
             with audit:

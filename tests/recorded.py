@@ -66,7 +66,7 @@ class Recording(TorchDispatchMode):
             whole.copy_(copy)
 
     def replay(self) -> None:
-        with torch.no_grad():
+        with torch.inference_mode():  # it may have been recorded under it
             for func, args, kwargs, outputs in self.nodes:
                 found = func(*args, **kwargs)
                 if outputs:
