@@ -147,9 +147,16 @@ class Graph:
         return [self.replay_us() for _ in range(replays)]
 
 
-def measure(results: Results, shape: str, point: Point, bandwidth: float) -> None:
+def measure(
+    results: Results,
+    shape: str,
+    point: Point,
+    bandwidth: float,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
     """One row of the table, written at once."""
-    layers = Layers(shape, point, "cuda", torch.bfloat16)
+    layers = Layers(shape, point, device, dtype)
     alone = Graph(lambda: layers.run(base=False, adapters=True)).times(ROUNDS)
     base, both = (Graph(lambda a=a: layers.run(base=True, adapters=a)) for a in (False, True))  # type: ignore[misc]
     pairs = [(base.replay_us(), both.replay_us()) for _ in range(ROUNDS)]

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from hf_multilora.bench import decode, registered
+from hf_multilora.bench import decode, kernels, registered
 from hf_multilora.bench.generate import run
 from hf_multilora.bench.kernels import Layers, Point
 from hf_multilora.bench.measure import Counter
@@ -17,6 +17,7 @@ from hf_multilora.bench.models import Models, Settings, has_decode_graphs, ids, 
 from hf_multilora.bench.results import Results, read_runs
 from hf_multilora.bench.workload import linear_shapes
 from hf_multilora.config import MultiLoraConfig
+from hf_multilora.kernels.ops import LinearOp
 
 
 def test_the_runtime_does_not_import_benchmarks():
@@ -176,6 +177,41 @@ def test_layers_of_the_kernel_benchmark_are_what_the_kernels_read():
             a = slot[a_at : a_at + 4 * x.shape[1]].view(4, -1)
             b = slot[b_at : b_at + 4 * y.shape[1]].view(4, -1)
             torch.testing.assert_close(y[row], old[row] + x[row] @ a.T @ b, rtol=1e-5, atol=1e-6)
+
+
+class FakeGraph:
+    """Runs what it would capture, once; replays take 40 us for the GEMMs of two layers and 10 more with adapters."""
+
+    def __init__(self, run) -> None:
+        run()
+        self.calls = FakeGraph.seen
+        FakeGraph.seen = 0
+
+    seen = 0
+
+    def replay_us(self) -> float:
+        return 40.0 + 10.0 * (self.calls > 0)
+
+    def times(self, replays: int) -> list[float]:
+        return [30.0] * replays
+
+
+def test_kernels_over_base(tmp_path, monkeypatch):
+    def end(op, *args, **kwargs):
+        FakeGraph.seen += 1
+        return original(op, *args, **kwargs)
+
+    original = LinearOp.end
+    monkeypatch.setattr(LinearOp, "end", end)
+    monkeypatch.setattr(kernels, "Graph", FakeGraph)
+    results = Results("layer", tmp_path, "cpu", say=lambda line: None)
+    kernels.measure(results, "tiny", kernels.Point(4, 2, 8), 1e9, "cpu", torch.float32)
+    alone, over = results.rows
+    assert (alone["value"], over["value"]) == (15.0, 5.0) and len(over["all"]) == kernels.ROUNDS
+    # A and B of two adapters; x once; y twice; 64 wide, 32 for k and v, 160 between gate and down
+    factors = 2 * 8 * (3 * 64 + 64 + 2 * 32 + 64 + 64 + 2 * 64 + 2 * 160 + 160 + 64)
+    moved = 4 * (64 + 2 * 128 + 64 + 2 * 64 + 64 + 2 * 320 + 160 + 2 * 64)
+    assert over["floor_us"] == pytest.approx((factors + moved) * 4 / 1e3)
 
 
 def test_linear_layers_of_a_model_without_the_usual_names():
