@@ -9,25 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from ..errors import AdapterFormatError
 from .damage import weights_damage
-
-_SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+from .header import read_header
+from .stored import FileBytes, Stored, in_memory
 
 
 @dataclass(frozen=True)
@@ -44,7 +30,7 @@ class Checkpoint:
     Args:
         where: the file, or "memory"; named in every error.
         infos: tensor name -> shape and dtype.
-        read: tensor name -> the tensor, which may be a view of a mapped file.
+        find: tensor name -> its bytes, or the tensor itself where it has no bytes of its own in host memory.
         close: releases the files.
     """
 
@@ -52,31 +38,35 @@ class Checkpoint:
         self,
         where: str | Path,
         infos: dict[str, TensorInfo],
-        read: Callable[[str], torch.Tensor],
+        find: Callable[[str], Stored | torch.Tensor],
         close: Callable[[], None] | None = None,
     ) -> None:
         self.where = str(where)
         self.infos = infos
-        self._read: Callable[[str], torch.Tensor] | None = read
+        self._find: Callable[[str], Stored | torch.Tensor] | None = find
         self._close = close
 
-    def read(self, key: str) -> torch.Tensor:
-        """The tensor as stored.
+    def find(self, key: str) -> Stored | torch.Tensor:
+        """The tensor's bytes, or the tensor (see the class). Raises: ValueError: the checkpoint was closed."""
+        if self._find is None:
+            raise ValueError(f"{self.where}: closed. Read the tensors before closing the plan.")
+        return self._find(key)
+
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """The tensor as stored, or a range of its rows.
 
         Raises:
             AdapterFormatError: the file cannot be read any more.
             ValueError: the checkpoint was closed.
         """
-        if self._read is None:
-            raise ValueError(f"{self.where}: closed. Read the tensors before closing the plan.")
-        try:
-            return self._read(key)
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise AdapterFormatError(f"{self.where}: tensor {key!r} cannot be read ({error}).") from error
+        found = self.find(key)
+        if isinstance(found, torch.Tensor):
+            return found if rows is None else found[rows[0] : rows[1]]
+        return (found if rows is None else found.rows(*rows)).read()
 
     def close(self) -> None:
         """Release the files; references to tensors cannot be read afterwards. May be called twice."""
-        self._read = None
+        self._find = None
         if self._close is not None:
             self._close()
             self._close = None
@@ -96,8 +86,14 @@ class TensorRef:
 
     def read(self) -> torch.Tensor:
         """The tensor as stored (shape and dtype of the file), cut to `rows`; it may be a view: do not write to it."""
-        tensor = self.checkpoint.read(self.key)
-        return tensor if self.rows is None else tensor[self.rows[0] : self.rows[1]]
+        return self.checkpoint.read(self.key, self.rows)
+
+    def stored(self) -> Stored | None:
+        """The same as bytes, for those who copy them to their place by themselves; None where there are none."""
+        found = self.checkpoint.find(self.key)
+        if isinstance(found, torch.Tensor):
+            return None
+        return found if self.rows is None else found.rows(*self.rows)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -142,20 +138,20 @@ def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
 
 def _open_safetensors(path: Path) -> Checkpoint:
     try:
-        file = safe_open(str(path), framework="pt")
-        infos = {}
-        for key in file.keys():  # noqa: SIM118 - safe_open is no mapping
-            part = file.get_slice(key)
-            dtype = part.get_dtype()
-            if dtype not in _SAFETENSORS_DTYPES:
-                raise AdapterFormatError(f"{path}: tensor {key!r} has the dtype {dtype}, which is not known here.")
-            infos[key] = TensorInfo(tuple(part.get_shape()), _SAFETENSORS_DTYPES[dtype])
-    except (SafetensorError, OSError) as error:
+        file = FileBytes(path)
+    except OSError as error:
+        raise AdapterFormatError(f"{path}: cannot be read ({error.strerror or error}).") from error
+    try:
+        found = read_header(file, str(path))
+    except BaseException as error:
+        file.close()
+        if isinstance(error, AdapterFormatError) or not isinstance(error, (ValueError, RecursionError)):
+            raise
         raise AdapterFormatError(
             f"{path}: not a whole safetensors file ({error}). It is cut off or damaged: copy or download it again."
         ) from error
-    held = [file]
-    return Checkpoint(path, infos, lambda key: held[0].get_tensor(key), held.clear)
+    infos = {key: TensorInfo(stored.shape, stored.dtype) for key, stored in found.items()}
+    return Checkpoint(path, infos, found.__getitem__, file.close)
 
 
 def _open_shards(path: Path) -> Checkpoint:
@@ -187,7 +183,7 @@ def _open_shards(path: Path) -> Checkpoint:
             shard.close()
 
     infos = {key: shard.infos[key] for key, shard in home.items()}
-    return Checkpoint(path, infos, lambda key: home[key].read(key), close)
+    return Checkpoint(path, infos, lambda key: home[key].find(key), close)
 
 
 def _open_torch(path: Path) -> Checkpoint:
@@ -227,4 +223,8 @@ def _from_dict(where: str | Path, tensors: Mapping[str, torch.Tensor]) -> Checkp
             )
     held = dict(tensors)
     infos = {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in held.items()}
-    return Checkpoint(where, infos, lambda key: held[key].detach(), held.clear)
+
+    def find(key: str) -> Stored | torch.Tensor:
+        return in_memory(held[key]) or held[key].detach()
+
+    return Checkpoint(where, infos, find, held.clear)

@@ -115,6 +115,8 @@ def within(name: str, path: str) -> bool:
 
 def saved_root(path: str, spec: AdapterSpec) -> str | None:
     """The outermost module around `path` that modules_to_save names: PEFT takes all that end like one."""
+    if not spec.modules_to_save:
+        return None
     parts = path.split(".")
     for n in range(1, len(parts) + 1):
         place = ".".join(parts[:n])

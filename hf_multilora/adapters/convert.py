@@ -87,7 +87,8 @@ def to_factors(
         a, b = with_removed(spec, base, parts, a, b, scaling, pair.trained)
         converted[f"rank {rank} on {TITLES[spec.altered]}'s base: rank {2 * rank} on the base itself"] += 1
     for text in (how, _regrouped(pair, base.table)):
-        converted.update([text] if text else [])
+        if text:
+            converted[text] += 1
     return [_factor(pair, part, a, b, scaling, checkpoint, base, biases) for part in parts]
 
 

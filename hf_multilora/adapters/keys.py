@@ -7,6 +7,7 @@ one thing.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -70,6 +71,8 @@ class Key:
     adapter: str | None = None
 
 
+# Adapters of one fleet have the same names, again and again.
+@functools.lru_cache(maxsize=1 << 14)
 def parse_key(name: str) -> Key:
     """Split a tensor name into module path and role. Every name has a parse; the last resort is "param"."""
     parts = [part for part in name.split(".") if part not in WRAPPERS and part != "token_adapter"]
@@ -183,7 +186,8 @@ def find_renaming(trained: Iterable[str], others: Iterable[str], table: TargetTa
                 "the model's own module names."
             )
     _check_collisions(best, where)
-    prefixes = {_prefixes(old, new) for old, new in best.items() if new in table.known}
+    known = table.known
+    prefixes = {("", "") if old == new else _prefixes(old, new) for old, new in best.items() if new in known}
     renaming = Renaming(best, prefixes, same_model=isinstance(rule, _Architecture) or rule == _Rule("", ""))
     renaming.names.update({path: rule.apply(path, table) for path in others if path not in best})
     return renaming

@@ -113,17 +113,14 @@ def unmatched(spec: AdapterSpec, trained: Iterable[str]) -> list[str]:
     trained = list(trained)
     found = []
     if isinstance(spec.target_modules, tuple):
-        ends = {name[i:] for name in trained for i in _starts(name)}
-        found += [f"target_modules: {name!r}" for name in spec.target_modules if name not in ends]
+        for name in spec.target_modules:
+            if not any(path == name or path.endswith(f".{name}") for path in trained):
+                found.append(f"target_modules: {name!r}")
     for field in ("rank_pattern", "alpha_pattern"):
         table = getattr(spec, field)
         used = {table.key(name) for name in trained} if table.values else set()
         found += [f"{field}: {key!r}" for key in table.values if key not in used]
     return found
-
-
-def _starts(name: str) -> list[int]:
-    return [0, *(i + 1 for i, letter in enumerate(name) if letter == ".")]
 
 
 def _same_layout(name: str, table: TargetTable, layout: set[str]) -> bool:

@@ -7,10 +7,12 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
+from .direct import Entry, Recipe
+from .direct import fill as fill_directly
 from .layout import FACTOR_ALIGN, META, Layout, align
 from .pinned import host_block
 
-Fill = Callable[[torch.Tensor], None]  # writes an entry into its place in the block
+Fill = Callable[[torch.Tensor], None] | Recipe  # writes an entry into its place in the block, or says how it is made
 Vector = tuple[Hashable, Fill]  # a gain or a shift: what it is, and how it is written
 
 
@@ -57,19 +59,26 @@ class Builder:
     @torch.no_grad()
     def build(self, pin: bool) -> torch.Tensor:
         """The filled block, uint8."""
-        block = host_block(self._end, pin=pin)
+        return host_block(self._end, self._fill, pin=pin)
+
+    def _fill(self, block: torch.Tensor) -> None:
+        stored = [Entry(place, dtype, fill) for place, _, dtype, fill in self._fills if isinstance(fill, Recipe)]
+        fill_directly(block, stored, lambda: self._fill_others(block))
+
+    def _fill_others(self, block: torch.Tensor) -> None:
+        """Everything but what is made straight from stored bytes: header, padding, computed entries."""
         views = {dtype: block.view(dtype) for _, _, dtype, _ in self._fills}
         block[: self.layout.header_bytes].zero_()
         for place, shape, dtype, fill in self._fills:
             stop = place + math.prod(shape) * dtype.itemsize
-            fill(views[dtype][place // dtype.itemsize : stop // dtype.itemsize].view(shape))
+            if not isinstance(fill, Recipe):
+                fill(views[dtype][place // dtype.itemsize : stop // dtype.itemsize].view(shape))
             padding = align(stop, FACTOR_ALIGN)
             if padding != stop:  # the content hash covers every byte
                 block[stop:padding].zero_()
         if self._rows:
             table = torch.tensor(list(self._rows.values()), dtype=torch.int64, device="cpu")
             header_of(block, self.layout)[list(self._rows)] = table
-        return block
 
 
 def header_of(block: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..adapters.stored import Stored
 from ..errors import AdapterMatchError
 from .build import Builder, copied
+from .direct import Recipe, stored_of
 
 if TYPE_CHECKING:
     from ..adapters.plan import SavedParam, TokenRows
@@ -133,23 +135,27 @@ def place_extras(
         AdapterMatchError: a parameter or a module that comes twice, or token rows that are not one for each id.
     """
 
-    def placed(ref: object, tensor: torch.Tensor, dtype: torch.dtype) -> SavedTensor:
+    def placed(ref: object, tensor: torch.Tensor | Stored, dtype: torch.dtype) -> SavedTensor:
         shape = tuple(tensor.shape)
-        return SavedTensor(builder.place(("extra", ref, dtype), shape, dtype, copied(tensor)), shape, dtype)
+        fill = Recipe(tensor) if isinstance(tensor, Stored) else copied(tensor)
+        return SavedTensor(builder.place(("extra", ref, dtype), shape, dtype, fill), shape, dtype)
 
     modules: dict[str, dict[str, SavedTensor]] = {}
     for item in saved:
-        tensor = item.ref.read()
+        tensor = stored_of(item.ref) or item.ref.read()
         module = modules.setdefault(item.path, {})
         if item.name in module:
             raise AdapterMatchError(f"{item.path!r}: {item.name!r} is saved twice.")
         module[item.name] = placed(item.ref, tensor, followed(tensor.dtype, item.path, item.name, base))
     rows: dict[str, tuple[SavedTensor, SavedTensor]] = {}
     for group in tokens:
-        tensor, ids = group.ref.read(), torch.tensor(group.ids, dtype=torch.int64, device="cpu")
+        tensor, ids = (
+            stored_of(group.ref) or group.ref.read(),
+            torch.tensor(group.ids, dtype=torch.int64, device="cpu"),
+        )
         if group.path in rows:
             raise AdapterMatchError(f"{group.path!r}: token rows come twice.")
-        if tensor.dim() != 2 or len(tensor) != len(ids):
+        if len(tensor.shape) != 2 or tensor.shape[0] != len(ids):
             raise AdapterMatchError(f"{group.path!r}: rows of {len(ids)} tokens have the shape {tuple(tensor.shape)}.")
         rows[group.path] = (
             placed(tuple(group.ids), ids, torch.int64),

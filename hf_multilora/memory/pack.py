@@ -13,6 +13,7 @@ import torch
 from ..errors import AdapterMatchError
 from .build import Builder, Fill, Vector, concatenated, copied, header_of
 from .contents import check_plain
+from .direct import Recipe, stored_of
 from .extras import BaseDtype, Extras, SavedTensor, place_extras
 from .layout import Layout, Site
 
@@ -194,20 +195,32 @@ def _factor_views(
 
 
 def _read_a(factor: Factor, site: Site) -> Fill:
+    shape = (factor.rank, site.in_features)
+    stored = stored_of(factor.a)
+    if stored is not None:
+        _check(factor, "A", stored.shape, shape)
+        return Recipe(stored, transposed=site.kind == "embedding")
+
     def fill(out: torch.Tensor) -> None:
         assert factor.a is not None, "factors of rank 0 have no A"
         a = factor.a.read()
-        _check(factor, "A", a, (factor.rank, site.in_features))
+        _check(factor, "A", a.shape, shape)
         out.copy_(a.t() if site.kind == "embedding" else a)
 
     return fill
 
 
 def _read_b(factor: Factor, site: Site, gain: Any) -> Fill:
+    shape = (site.out_features, factor.rank)
+    stored = stored_of(factor.b) if gain is None else None
+    if stored is not None:
+        _check(factor, "B", stored.shape, shape)
+        return Recipe(stored, transposed=True, scale=factor.scaling)
+
     def fill(out: torch.Tensor) -> None:
         assert factor.b is not None, "factors of rank 0 have no B"
         b = factor.b.read()
-        _check(factor, "B", b, (site.out_features, factor.rank))
+        _check(factor, "B", b.shape, shape)
         if gain is not None:
             columns = _read_vector(factor, "gain", gain, site).mul(factor.scaling)
             out.copy_(b.t().to("cpu", torch.float32) * columns)
@@ -232,12 +245,12 @@ def _vector(factor: Factor, name: str, ref: Any, site: Site) -> Vector | None:
 
 def _read_vector(factor: Factor, name: str, ref: Any, site: Site) -> torch.Tensor:
     vector: torch.Tensor = ref.read()
-    _check(factor, name, vector, (site.out_features,))
+    _check(factor, name, vector.shape, (site.out_features,))
     return vector.to("cpu", torch.float32)
 
 
-def _check(factor: Factor, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    if tuple(tensor.shape) != shape:
+def _check(factor: Factor, name: str, found: Sequence[int], shape: tuple[int, ...]) -> None:
+    if tuple(found) != shape:
         raise AdapterMatchError(
-            f"{factor.path!r}, slice {factor.slice}: {name} has shape {tuple(tensor.shape)}, the layer needs {shape}."
+            f"{factor.path!r}, slice {factor.slice}: {name} has shape {tuple(found)}, the layer needs {shape}."
         )
