@@ -69,7 +69,9 @@ class LoraLinear(LoraLayer):
         if state.plain:
             if self._sites.isdisjoint(state.touched) if group is None else group.sites.isdisjoint(state.touched):
                 return self.base_layer.forward(x, *args, **kwargs)
-            if x.shape[0] == state.rows and not self._scattered:
+            if not self._scattered:
+                if x.shape[0] != state.rows:
+                    state = self._fitted(state, x.shape, x.dim() == 2)
                 if group is not None and not (args or kwargs):
                     y = group.lead(self._place, x, state)
                     if y is not None:
