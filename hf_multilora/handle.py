@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from .layers import LoraLayer
 from .layers.embedding import LoraEmbedding
 from .layers.linear import LoraHead, may_group
 from .layers.siblings import form_groups
+from .memory.ahead import read_ahead
 from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
 from .memory.registry import Loaded
@@ -178,16 +179,12 @@ class MultiLora:
                 message says what and where. Nothing is changed then.
             SlotError: it does not fit a slot, or host memory is full of pinned adapters.
         """
-        in_memory = isinstance(source, Mapping)
         if name is None:
-            if in_memory:
+            if isinstance(source, Mapping):
                 raise ConfigError("Tensors in memory need a name: load(tensors, name, config=...).")
-            name = os.fspath(source)  # type: ignore[arg-type]
-        if not isinstance(name, str) or not name or name == BASE:
-            raise ConfigError(f"{name!r} cannot name an adapter: expected a non-empty string other than {BASE!r}.")
-        read = functools.partial(
-            self._read_once([dict(source)]) if in_memory else functools.partial(self._read, source),  # type: ignore[arg-type]
-            max_lora_rank=self.config.max_lora_rank,
+            name = os.fspath(source)
+        read = self._loader(
+            source,
             config=config,
             revision=revision,
             token=token,
@@ -196,6 +193,18 @@ class MultiLora:
             ignore_untargeted=ignore_untargeted,
             local_files_only=local_files_only,
         )
+        return self._register(name, read, reload, isinstance(source, Mapping))
+
+    def _loader(self, source: Any, **options: Any) -> Callable[[], Loaded]:
+        """What reads an adapter, the first time and whenever it was dropped from host memory."""
+        read = (
+            self._read_once([dict(source)]) if isinstance(source, Mapping) else functools.partial(self._read, source)
+        )
+        return functools.partial(read, max_lora_rank=self.config.max_lora_rank, **options)
+
+    def _register(self, name: str, read: Callable[[], Loaded], reload: bool, in_memory: bool) -> LoadReport:
+        if not isinstance(name, str) or not name or name == BASE:
+            raise ConfigError(f"{name!r} cannot name an adapter: expected a non-empty string other than {BASE!r}.")
         return self.store.register(name, read, reload=reload, evictable=not in_memory).report(hashed=False)
 
     def _read_once(self, box: list[dict[str, torch.Tensor]]) -> Callable[..., Loaded]:
@@ -211,9 +220,21 @@ class MultiLora:
         return read
 
     def load_many(self, sources: Mapping[str, Any], **options: Any) -> dict[str, LoadReport]:
-        """Register several adapters, `{name: source}`, with a progress bar (transformers' switches hide it)."""
-        bar = logging.tqdm(sources.items(), desc="Loading adapters", unit="adapter")
-        return {name: self.load(source, name, **options) for name, source in bar}
+        """Register several adapters, `{name: source}`, with a progress bar (transformers' switches hide it).
+
+        A few are read at once; they are registered one after the other, in their order. Where one fails, those before
+        it stay, and those after it are not registered.
+
+        Args:
+            options: as for `load`.
+        """
+        reload = bool(options.pop("reload", False))
+        reads = {name: self._loader(source, **options) for name, source in sources.items()}
+        reports = {}
+        with closing(read_ahead(reads)) as ahead:
+            for name, read in logging.tqdm(ahead, desc="Loading adapters", unit="adapter", total=len(reads)):
+                reports[name] = self._register(name, read, reload, isinstance(sources[name], Mapping))
+        return reports
 
     def _read(self, source: Any, **options: Any) -> Loaded:
         with load_plan(source, self._survey.table, **options) as plan:

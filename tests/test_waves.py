@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers.generation import BaseStreamer
 
 from hf_multilora import enable_multilora
 from hf_multilora.errors import AdapterNotFoundError, MultiLoraError, SlotError
+from hf_multilora.generation.waves import plan_waves
 
 IDS: list[Id] = ["r1", "r3", None, "r8", "r16", MIX, "r33", "r1", None, "r64"]  # 7 slots
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5}
@@ -370,3 +372,91 @@ def test_on_demand_is_part_of_the_same_caches() -> None:
     misses = model.multilora.status().registered.misses
     model.generate(**prompts(4), **GREEDY, adapter_ids=ids)
     assert model.multilora.status().registered.misses == misses
+
+
+def test_the_next_wave_is_read_while_one_runs() -> None:
+    """Files of the second wave, dropped from host memory, are read before the first wave has ended."""
+    names: list[Id] = ["r1", "r3", "r8", "r16"]
+    model = enabled("llama", names, max_loras=2, max_cpu_loras=2)  # type: ignore[arg-type]
+    handle = model.multilora
+    assert [handle.store.entry(name).packed is None for name in names] == [True, True, False, False]
+    both = ["r8", "r16", "r1", "r3"]
+    seen: list[bool] = []
+
+    def forward(*_: Any) -> None:
+        if not seen:
+            end = time.monotonic() + 20
+            while any(handle.store.entry(name).packed is None for name in ("r1", "r3")) and time.monotonic() < end:
+                time.sleep(0.005)
+        seen.append(all(handle.store.entry(name).packed is not None for name in ("r1", "r3")))
+
+    hook = model.register_forward_pre_hook(forward)
+    before = handle.status().registered.misses
+    got = model.generate(**prompts(4), **GREEDY, adapter_ids=both)
+    hook.remove()
+    assert torch.equal(got, rows_of("llama", both, lambda ref: ref.generate(**prompts(4), **GREEDY)))
+    assert all(seen) and len(seen) == 10
+    assert handle.status().registered.misses == before, "the second wave did not have to wait for its files"
+    assert in_use(model) == 0
+    assert sum(handle.store.entry(name).packed is not None for name in names) == 2
+
+
+def test_free_slots_get_the_next_waves_adapters() -> None:
+    """Five adapters, four slots: three and two, so that one of the two is copied while the three decode."""
+    names: list[Id] = ["r1", "r3", "r8", "r16", "r64"]
+    model = enabled("llama", names, max_loras=4)  # type: ignore[arg-type]
+    seen: list[set[str]] = []
+    hook = model.register_forward_pre_hook(lambda *_: seen.append(resident(model)))
+    got = model.generate(**prompts(5), **GREEDY, adapter_ids=names)
+    hook.remove()
+    assert torch.equal(got, rows_of("llama", names, lambda ref: ref.generate(**prompts(5), **GREEDY)))
+    assert seen[0] == {"r1", "r3", "r8", "r16"} and {"r16", "r64"} <= seen[-1]
+    status = model.multilora.status().resident
+    assert (status.misses, status.hits, status.evictions) == (4, 1, 1)
+    assert in_use(model) == 0
+
+
+def test_a_wave_that_fails_keeps_nothing() -> None:
+    names: list[Id] = ["r1", "r3", "r8", "r16"]
+    model = enabled("llama", names, max_loras=2, max_cpu_loras=2)  # type: ignore[arg-type]
+
+    def forward(*_: Any) -> None:
+        raise RuntimeError("stop")
+
+    hook = model.register_forward_pre_hook(forward)
+    with pytest.raises(RuntimeError, match="stop"):
+        model.generate(**prompts(4), **GREEDY, adapter_ids=names)
+    hook.remove()
+    store = model.multilora.store
+    assert not any(entry.holders for entry in store._registry)
+    assert in_use(model) == 0
+    got = model.generate(**prompts(4), **GREEDY, adapter_ids=names)
+    assert torch.equal(got, rows_of("llama", names, lambda ref: ref.generate(**prompts(4), **GREEDY)))
+
+
+def test_waves_of_mixes() -> None:
+    """The parts of a mix are read ahead, too."""
+    ids: list[Id] = ["r1", MIX, "r16", None]
+    model = enabled("llama", max_loras=1, max_cpu_loras=1)
+    got = model.generate(**prompts(4), **GREEDY, adapter_ids=ids)
+    assert torch.equal(got, rows_of("llama", ids, lambda ref: ref.generate(**prompts(4), **GREEDY)))
+    assert in_use(model) == 0
+
+
+@pytest.mark.parametrize(
+    "count, slots, sizes",
+    [
+        (1, 1, [1]),
+        (5, 4, [3, 2]),
+        (9, 4, [3, 3, 3]),
+        (16, 8, [8, 8]),
+        (12, 8, [6, 6]),
+        (4, 1, [1] * 4),
+        (7, 3, [3, 3, 1]),
+    ],
+)
+def test_as_few_waves_as_can_be(count: int, slots: int, sizes: list[int]) -> None:
+    keys = [f"a{i}" for i in range(count)]
+    waves = plan_waves([*keys, None, *keys], slots)
+    assert [len({([*keys, None, *keys])[row] for row in wave} - {None}) for wave in waves] == sizes
+    assert sorted(row for wave in waves for row in wave) == list(range(2 * count + 1))

@@ -19,7 +19,7 @@ from .call import batch_rows
 from .calls import Calls
 from .ids import one_of, to_keys
 from .logits import AdapterVocabularyLogitsProcessor
-from .waves import plan_waves, refuse_waves, run_waves
+from .waves import Following, plan_waves, refuse_waves, run_waves
 from .words import AdapterWords
 
 logger = logging.get_logger(__name__)
@@ -295,11 +295,15 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     refuse_waves(len(distinct), slots, kwargs, model.generation_config)
     calls.ensure(distinct)  # an unknown name must not come up when half of the batch is done
 
-    def one_wave(part: list[int], part_args: tuple[Any, ...], part_kwargs: dict[str, Any]) -> torch.Tensor:
-        with calls.open([ids[row] for row in part], len(part)):
-            return fn(*part_args, **part_kwargs)
+    waves = plan_waves(keys, slots, pinned)
+    with Following(calls.store, keys, waves) as following:
 
-    return run_waves(one_wave, plan_waves(keys, slots, pinned), rows, args, kwargs, _pad(model, kwargs))
+        def one_wave(part: list[int], part_args: tuple[Any, ...], part_kwargs: dict[str, Any]) -> torch.Tensor:
+            with calls.open([ids[row] for row in part], len(part)):
+                following.begin(part)
+                return fn(*part_args, **part_kwargs)
+
+        return run_waves(one_wave, waves, rows, args, kwargs, _pad(model, kwargs))
 
 
 def _check_assistant(model: Any, kwargs: dict[str, Any]) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from ..errors import SlotError
-from .ids import Key
+from ..memory.ahead import Ahead
+from ..memory.store import AdapterStore
+from .ids import Key, names_of
 
 # Arguments that tell rows apart only along dimension 0; anything else that holds tensors cannot be split safely.
 _BY_ROW = {
@@ -25,14 +27,20 @@ _BY_ROW = {
 def plan_waves(keys: Sequence[Key | None], slots: int, resident: Collection[str] = ()) -> list[list[int]]:
     """Row numbers of each wave: adapters in the order of their first row, `slots` of them a wave.
 
-    Rows of the base and of `resident` adapters (pinned: they have their slots already) go with the first wave.
+    Rows of the base and of `resident` adapters (pinned: they have their slots already) go with the first wave. There
+    are as few waves as can be, and of these none is much smaller than the others: what a wave leaves free of slots is
+    filled for the next one meanwhile.
 
     Example:
         >>> plan_waves(["a", None, "b", "c", "a"], 2)
         [[0, 1, 2, 4], [3]]
+        >>> plan_waves(["a", "b", "c", "d"], 3)
+        [[0, 1], [2, 3]]
     """
     order = list(dict.fromkeys(key for key in keys if key is not None and key not in resident))
-    wave_of: dict[Key | None, int] = {key: i // max(slots, 1) for i, key in enumerate(order)}
+    count = max(1, -(-len(order) // max(slots, 1)))
+    size = max(1, -(-len(order) // count))
+    wave_of: dict[Key | None, int] = {key: i // size for i, key in enumerate(order)}
     waves: list[list[int]] = [[] for _ in range(max(wave_of.values(), default=0) + 1)]
     for row, key in enumerate(keys):
         waves[wave_of.get(key, 0)].append(row)
@@ -70,6 +78,38 @@ def refuse_waves(count: int, slots: int, kwargs: dict[str, Any], config: Any) ->
                 f"The batch names {count} adapters, {slots} slots are free for them, and it cannot run in waves: "
                 f"{reason}. Enable the model with max_loras={count} or more, or name fewer adapters in one batch."
             )
+
+
+class Following:
+    """What the next wave needs, prepared while one runs. A context manager: leaving it lets go of everything.
+
+    Args:
+        store: of the model.
+        keys: each row's.
+        waves: see `plan_waves`.
+    """
+
+    def __init__(self, store: AdapterStore, keys: Sequence[Key | None], waves: list[list[int]]) -> None:
+        self._store, self._keys, self._waves = store, keys, waves
+        self._ahead: Ahead | None = None
+
+    def begin(self, rows: list[int]) -> None:
+        """The wave of these rows has got its slots: begin with the one after it."""
+        # What was kept for this wave, it holds itself by now.
+        before, self._ahead = self._ahead, None
+        if before is not None:
+            before.close()
+        at = self._waves.index(rows) + 1
+        if at < len(self._waves):
+            keys = dict.fromkeys(self._keys[row] for row in self._waves[at])
+            self._ahead = self._store.ahead(name for key in keys if key is not None for name in names_of(key))
+
+    def __enter__(self) -> Following:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
 
 
 def take_rows(value: Any, name: str, rows: torch.Tensor, total: int) -> Any:

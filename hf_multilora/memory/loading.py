@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers.utils import logging
 
 from ..errors import AdapterExistsError, AdapterNotFoundError, SlotError
@@ -31,7 +33,9 @@ class LoadingStore(StoreCore):
 
     def pack(self, factors: Iterable[Factor], **extras: Any) -> PackedAdapter:
         """`pack` for this store's layout, dtype and device."""
-        return pack(factors, self.layout, self.arena.dtype, pin=self.pin_memory, **extras)
+        # Page-locking needs a CUDA context; threads begin with the first device, which may be another one's.
+        with torch.cuda.device(self.arena.device) if self.pin_memory else nullcontext():
+            return pack(factors, self.layout, self.arena.dtype, pin=self.pin_memory, **extras)
 
     def names(self) -> list[str]:
         """Registered names, in the order of registration."""
@@ -115,7 +119,8 @@ class LoadingStore(StoreCore):
                 f"Adapter {name!r} has rank {packed.rank}, more than max_lora_rank={self.config.max_lora_rank}. "
                 f"Enable the model with max_lora_rank={packed.rank} or more."
             )
-        return loaded, self._check_bytes(f"Adapter {name!r}", packed), (time.perf_counter() - began) * 1e3
+        ms = (time.perf_counter() - began) * 1e3 if loaded.read_ms is None else loaded.read_ms
+        return loaded, self._check_bytes(f"Adapter {name!r}", packed), ms
 
     def _check_bytes(self, what: str, packed: PackedAdapter, slot_bytes: int | None = None) -> PackedAdapter:
         slot_bytes = slot_bytes or self.arena.slot_bytes

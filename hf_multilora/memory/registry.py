@@ -36,7 +36,7 @@ class Loaded:
     """What a loader gives back: the block, and what a report says about it.
 
     `fingerprint` is the hub commit where there is one; None: the content of the block is hashed when it matters.
-    `facts` are further fields of the report.
+    `facts` are further fields of the report. `read_ms`: how long it took, where it was read before it was asked for.
     """
 
     packed: PackedAdapter | None
@@ -47,6 +47,7 @@ class Loaded:
     left_out: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    read_ms: float | None = None
 
 
 @dataclass(frozen=True)

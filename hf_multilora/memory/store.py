@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from ..errors import SlotError
 from ..report import AdapterStatus, Status
+from .ahead import Ahead
 from .extras import BaseDtype
 from .lease import Grant, Ticket
 from .leasing import LeasingStore
@@ -97,18 +98,39 @@ class AdapterStore(LeasingStore):
         else:
             future.set_result(names)
 
-    def _make_resident(self, entries: Sequence[Entry]) -> list[str]:
-        """Bring in what fits, without holding it; return the names. The lock is not held."""
-        grant = Grant()
+    def ahead(self, names: Iterable[str]) -> Ahead:
+        """Prepare adapters for a call to come, until the result is closed (see Ahead). Unknown names are left out."""
+        with self._lock:
+            known = self._registry.entries
+            ahead = Ahead(self, [known[name] for name in dict.fromkeys(names) if name in known])
+        ahead.begin()
+        return ahead
+
+    def _make_resident(
+        self, entries: Sequence[Entry], kept: Grant | None = None, going: Callable[[], bool] | None = None
+    ) -> list[str]:
+        """Bring in what fits, without holding it; return the names. The lock is not held.
+
+        Args:
+            kept: what holds the host blocks already, and still does afterwards.
+            going: asked before each step; with it, slots are left to calls that wait for some.
+        """
+        grant = kept or Grant()
         tags: list[Hashable] = []
         names: list[str] = []
         try:
             for entry in entries:  # all of them first: reading one must not drop another
                 entry.holders.add(grant)
+            with self._lock:  # those that have a slot come first, so that no other of these takes it
+                entries = sorted(entries, key=lambda entry: self._slots.find(entry.tag) is None)
             for entry in entries:
+                if going is not None and not going():
+                    break
                 self._read_again(entry)
                 with self._changing():
                     packed, tag = entry.packed, entry.tag
+                    if going is not None and (not going() or self._line.tickets):
+                        continue
                     plan = self._slots.plan([*tags, tag])
                     if plan is None or packed is None or self._registry.entries.get(entry.name) is not entry:
                         continue
@@ -118,9 +140,10 @@ class AdapterStore(LeasingStore):
                     tags.append(tag)
                     names.append(entry.name)
         finally:
-            with self._changing():
-                for entry in entries:
-                    entry.holders.discard(grant)
+            if kept is None:
+                with self._changing():
+                    for entry in entries:
+                        entry.holders.discard(grant)
         return names
 
     def status(self) -> Status:

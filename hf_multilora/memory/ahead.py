@@ -1,0 +1,97 @@
+"""Reading ahead: adapters of the next wave while one decodes, and several files at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from transformers.utils import logging
+
+from .lease import Grant
+from .registry import Entry, Loaded
+
+if TYPE_CHECKING:
+    from .store import AdapterStore
+
+logger = logging.get_logger(__name__)
+
+_AT_ONCE = 4  # files that are read at the same time; each is read by several threads, too
+
+
+class Ahead:
+    """Adapters that a call to come will need: read again where they were dropped, and kept in host memory until
+    `close`; in slots, as many as nobody uses or waits for.
+
+    Nothing here holds a slot, so that no call ever waits for it; and what cannot be read is not its business, for the
+    call that needs it will meet the same error.
+    """
+
+    def __init__(self, store: AdapterStore, entries: Sequence[Entry]) -> None:
+        self._store, self._entries, self._grant = store, list(entries), Grant()
+        self._closed = False
+        for entry in self._entries:
+            entry.holders.add(self._grant)
+
+    def begin(self) -> None:
+        """Start; what has to be read is read by a thread of its own."""
+        if all(entry.packed is not None for entry in self._entries):
+            self._run()
+        else:
+            threading.Thread(target=self._run, name="hf_multilora_ahead", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._store._make_resident(self._entries, self._grant, lambda: not self._closed)
+        except Exception as error:
+            logger.debug(f"Reading ahead stopped: {error}")
+
+    def close(self) -> None:
+        """Let go of the host blocks. Does not wait for what is being read. A second time does nothing."""
+        self._closed = True
+        with self._store._changing():
+            for entry in self._entries:
+                entry.holders.discard(self._grant)
+
+
+class _First:
+    """A loader whose first call gives what was read ahead."""
+
+    def __init__(self, future: Future[Loaded], read: Callable[[], Loaded]) -> None:
+        self._future: Future[Loaded] | None = future
+        self._read = read
+
+    def __call__(self) -> Loaded:
+        future, self._future = self._future, None
+        return self._read() if future is None else future.result()
+
+
+def read_ahead(reads: Mapping[str, Callable[[], Loaded]]) -> Generator[tuple[str, Callable[[], Loaded]], None, None]:
+    """Names with their loaders, in order. The loaders' first calls give what is being read already, a few at a time.
+
+    Close the iterator to stop. What a loader raises, its first call raises.
+    """
+
+    def timed(read: Callable[[], Loaded]) -> Loaded:
+        began = time.perf_counter()
+        loaded = read()
+        return replace(loaded, read_ms=(time.perf_counter() - began) * 1e3)
+
+    todo = deque(reads.items())
+    running: deque[tuple[str, _First, Future[Loaded]]] = deque()
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="hf_multilora_load") as pool:
+        try:
+            while todo or running:
+                while todo and len(running) < _AT_ONCE:
+                    name, read = todo.popleft()
+                    future = pool.submit(timed, read)
+                    running.append((name, _First(future, read), future))
+                name, first, future = running.popleft()
+                yield name, first
+        finally:
+            for _, _, future in running:
+                future.cancel()
