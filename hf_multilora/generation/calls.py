@@ -149,6 +149,7 @@ class Calls:
         if active:
             sites = frozenset(range(self.store.layout.n_sites))
             call.state = RowState((-1,) * rows, self.store.arena.device, sites)
+            call.row_tags = (("warm-up", ()),) * rows  # compiled forwards are for tagged caches, or for others
         with self._gate.through(nested=call.outer is not None):
             token = self._current.set(call)
             try:

@@ -194,7 +194,7 @@ class _Step:
         """Masks that the model would make from counts of its cache, or from a mask that grows: made beforehand, as
         transformers makes them for padded batches."""
         mask = kwargs.get("attention_mask")
-        grows = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        grows = isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[1] < view.length
         if "decoder_input_ids" in kwargs or not (grows or (mask is None and view.counters)):
             return kwargs
         ids, make = kwargs["input_ids"], _mask_function(self._model)

@@ -56,6 +56,7 @@ class CacheView:
         kept: the tensors' keeper.
         token: stands for the tensors and for all of the state that does not count: what is captured with one cache
             runs with any cache of the same token.
+        length: tokens that the longest layer has room for.
     """
 
     def __init__(self, cache: Any, kept: Kept) -> None:
@@ -63,7 +64,9 @@ class CacheView:
         self._fixed: list[tuple[dict[Any, Any], Any, Any]] = []
         self.counters: list[tuple[dict[Any, Any], int]] = []
         rest: list[Hashable] = []
+        self.length = 0
         for holder in dicts_of(cache):
+            self.length = max(self.length, int(holder.get("max_cache_len", 0)))
             for name, value in holder.items():
                 if name == COUNTER:
                     self.counters.append((holder, int(holder.get("max_cache_len", 0))))

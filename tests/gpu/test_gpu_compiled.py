@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
+import random
 from typing import Any
 
 import pytest
 import torch
-from gpu_bed import ADAPTERS, CUDA, MARKS, MIXED, ROWS, bare, enabled, fresh, greedy, inputs
+from gpu_bed import (
+    ADAPTERS,
+    CUDA,
+    DEVICE,
+    MARKS,
+    MIXED,
+    ROWS,
+    adapter,
+    bare,
+    enabled,
+    fresh,
+    greedy,
+    inputs,
+    load,
+    needs_cuda,
+)
 from torch._dynamo.utils import counters
-from transformers import CompileConfig
+from transformers import CompileConfig, StaticCache
+
+from hf_multilora import enable_multilora
 
 pytestmark = MARKS
 
@@ -30,12 +49,17 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-def _static(model: Any, **options: Any) -> torch.Tensor:
-    kwargs: dict[str, Any] = {"cache_implementation": "static", **options}
-    if not CUDA:  # generate() compiles by itself on a GPU only
-        kwargs["compile_config"] = CompileConfig(backend="eager", mode=None)
-        kwargs["compile_config"]._compile_all_devices = True
-    return greedy(model, inputs(11, padded=True), NEW, **kwargs)
+def _compile_options() -> dict[str, Any]:
+    if CUDA:
+        return {}
+    config = CompileConfig(backend="eager", mode=None)
+    config._compile_all_devices = True  # generate() compiles by itself on a GPU only
+    return {"compile_config": config}
+
+
+def _static(model: Any, batch: dict[str, Any] | None = None, new: int = NEW, **options: Any) -> torch.Tensor:
+    batch = inputs(11, padded=True) if batch is None else batch
+    return greedy(model, batch, new, cache_implementation="static", **_compile_options(), **options)
 
 
 def _graphs() -> int:
@@ -94,3 +118,77 @@ def test_slots_that_change_under_a_captured_graph():
             assert torch.equal(output[row], expected[name][row]), f"turn {turn}, row {row} ({name})"
         graphs = graphs or _graphs()
         assert _graphs() == graphs
+
+
+def test_nothing_compiles_after_warmup():
+    """Mixes, orders, loads and evictions over three slots; answers do not depend on who else is in the batch."""
+    model = enabled(torch.bfloat16, max_loras=3)
+    before = repr(model.multilora.status())
+    model.multilora.warmup(4, max_length=32, **_compile_options())
+    assert repr(model.multilora.status()) == before, "warm-up touched an adapter"
+    graphs, rng = _graphs(), random.Random(0)
+    assert graphs >= 1
+    batch = inputs(7, rows=4, padded=True)
+    alone = {name: _static(model, batch, 4, adapter_ids=name) for name in (*ADAPTERS, None)}
+    for turn in range(40):
+        if turn % 10 == 5:
+            name = rng.choice(list(ADAPTERS))
+            load(model, name, adapter(name, torch.bfloat16), reload=True)
+        chosen: list[str | None] = [*rng.sample(list(ADAPTERS), 3), None]
+        ids = [rng.choice(chosen) for _ in range(4)]
+        output = _static(model, batch, 4, adapter_ids=ids)
+        assert all(torch.equal(output[row], alone[name][row]) for row, name in enumerate(ids)), (turn, ids)
+        _static(model, inputs(rng.choice([3, 9]), rows=4, seed=turn), 4, adapter_ids=ids)
+        assert _graphs() == graphs, f"turn {turn}: {ids} compiled again"
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@needs_cuda
+@pytest.mark.parametrize("order", ["compiled before", "compiled after"])
+def test_a_model_that_the_user_compiles(order):
+    model = fresh(torch.bfloat16)
+    options: dict[str, Any] = {"mode": "reduce-overhead", "fullgraph": True}
+    compiled = torch.compile(model, **options) if order == "compiled before" else None
+    enable_multilora(model, max_loras=8, max_lora_rank=64)
+    for name in ADAPTERS:
+        load(model, name, adapter(name, torch.bfloat16))
+    compiled = compiled or torch.compile(model, **options)
+    batch = inputs(11)
+
+    def logits(ids: Any) -> torch.Tensor:
+        with torch.no_grad(), model.multilora.use(ids):
+            return compiled(**batch, use_cache=False).logits.clone()
+
+    alone = {name: logits(name) for name in ADAPTERS}
+    graphs = _graphs()
+    for mix in MIXES:
+        output = logits(mix)
+        for row, name in enumerate(mix):
+            assert name is None or torch.equal(output[row], alone[name][row]), f"row {row} ({name}) in {mix}"
+    assert _graphs() == graphs <= 2
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@needs_cuda
+@pytest.mark.parametrize("ids", [["r1", None, "r3", "r8"], [None] * 4], ids=["mixed", "none"])
+def test_a_compiled_step_does_not_wait_for_the_device(ids):
+    model = enabled(torch.bfloat16)
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    tokens = inputs(5, rows=4)["input_ids"]
+    at = torch.arange(32, device=DEVICE)[None].expand(4, -1)
+    with torch.no_grad(), model.multilora.use(ids):
+        model(input_ids=tokens, position_ids=at[:, :5], use_cache=True, **{name: cache})
+        compiled = model.get_compiled_call(None)
+        steps = [
+            {"input_ids": tokens[:, i : i + 1].clone(), "position_ids": at[:, 5 + i : 6 + i].clone(), name: cache}
+            for i in range(5)
+        ]
+        for step in steps[:-1]:  # compiles, warms up, records, replays
+            compiled(**step, use_cache=True, return_dict=True)
+        torch.cuda.synchronize()
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            compiled(**steps[-1], use_cache=True, return_dict=True)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
