@@ -19,7 +19,6 @@ from hf_multilora.generation.static_cache import Kept
 from hf_multilora.kernels import reference
 
 _recording: list[Recording] = []
-FREE = Kept.free  # which `emulated` replaces
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
