@@ -74,7 +74,7 @@ class MultiLora:
         self._layout = Layout.from_targets(self._survey.table.targets)
         self.store = store or AdapterStore(self._layout, config, device, dtype)
         self._tied = tied_groups(model)
-        self._routing = Routing(self.store.arena.device)
+        self._routing = Routing(self.store.arena.device, config.max_loras)
         self._wrapping = threading.Lock()
         self.calls = Calls(
             self.store,

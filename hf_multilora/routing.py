@@ -16,6 +16,12 @@ from typing import Any
 import torch
 
 from .errors import RoutingError
+from .kernels.segments import TILE, row_table, table_size, tile_count
+
+
+def _tabled(device: torch.device) -> bool:
+    """Whether the kernels of this device read row tables."""
+    return torch.device(device).type == "cuda"
 
 
 @dataclass(frozen=True)
@@ -43,15 +49,17 @@ class RowState:
         uniform: every row names the same adapter, so that a batch of any size is served (what `set_adapter` or one id
             for all rows asks for).
         saved: module path -> what the adapters of these rows replace there.
+        adapters: number of slots.
 
     Attributes:
+        tensor: int32 on the device: a row table for the kernels (`kernels.segments`) on CUDA, else the slots `[rows]`.
         plain: deltas are all there is: nothing is saved, and no row begins late.
         same: all rows have one slot, whether by one id or by a list of equal ones.
         starts: int32 `[rows]`, the token of this forward from which each row's adapter is active; None: the first.
     """
 
     __slots__ = (
-        "_filled", "memo", "plain", "rows", "same", "saved",
+        "_filled", "adapters", "memo", "plain", "rows", "same", "saved",
         "slots", "starts", "tensor", "tokens", "touched", "uniform",
     )  # fmt: skip
 
@@ -62,8 +70,10 @@ class RowState:
         touched: Collection[int],
         uniform: bool = False,
         saved: Mapping[str, Sequence[Saved]] | None = None,
+        adapters: int = 0,
     ) -> None:
         self.slots = slots
+        self.adapters = adapters
         self.rows = len(slots)
         self.touched = touched
         self.uniform = uniform
@@ -72,7 +82,8 @@ class RowState:
         self.plain = not self.saved
         self.starts: torch.Tensor | None = None
         self.tokens = 0
-        self.tensor = torch.tensor(slots, dtype=torch.int32).to(device, non_blocking=True)
+        values = [row_table(slots, adapters)] if _tabled(device) and adapters else slots
+        self.tensor = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
         self.memo: dict[Any, Any] = {}  # kernels keep here what follows from slots alone (the CPU path's indices)
         self._filled: dict[int, RowState] = {}
 
@@ -82,7 +93,7 @@ class RowState:
 
     def with_slots(self, slots: tuple[int, ...]) -> RowState:
         """The same adapters over other rows."""
-        return RowState(slots, self.tensor.device, self.touched, self.uniform, self.saved)
+        return RowState(slots, self.tensor.device, self.touched, self.uniform, self.saved, self.adapters)
 
     def starting(self, starts: Sequence[int], tokens: int) -> RowState:
         """The same rows, each active from its own one of the next forward's `tokens` tokens on."""
@@ -164,7 +175,13 @@ class Idle:
 class Routing:
     """What the wrappers of one model read.
 
+    Args:
+        device: where the arena lies.
+        adapters: number of slots.
+        capacity: rows that compiled forwards have room for.
+
     Attributes:
+        static: the slots of compiled forwards, as `RowState.tensor`, at a fixed address.
         state: the rows of the forward that is running, None where they are all the base; an `Idle` between forwards.
         tokens: tokens of each row in that forward, 0 where they are not known.
         traced: whether compiled forwards add deltas at present, for the slots in `static`.
@@ -172,10 +189,13 @@ class Routing:
         overlap: whether the forward that is running is being captured: layers then start their adapters' part beside
             their own.
         open: outputs of siblings (`layers.siblings.Stash`) that wait to be taken.
+        vectors: whether slots may hold gains or shifts, which compiled forwards then look for.
     """
 
-    def __init__(self, device: torch.device, capacity: int = 1024) -> None:
+    def __init__(self, device: torch.device, adapters: int, capacity: int = 1024) -> None:
+        self.adapters = adapters
         self.overlap = False
+        self.vectors = False
         self.open: Any = None
         self.state: RowState | Idle | None = None
         self.tokens = 0
@@ -188,13 +208,16 @@ class Routing:
 
     def _allocate(self, device: torch.device, capacity: int) -> None:
         # Under inference_mode it would become an inference tensor, which nobody may fill outside of it.
+        self.capacity = capacity
+        shape = (1, table_size(capacity, self.adapters)) if _tabled(device) else (capacity,)
         with torch.inference_mode(False):
-            self.static = torch.full((capacity,), -1, dtype=torch.int32, device=device)
+            self.static = torch.full(shape, -1, dtype=torch.int32, device=device)
+            self._all_rows = torch.arange(TILE * -(-capacity // TILE), dtype=torch.int32, device=device)
         torch._dynamo.mark_static_address(self.static)
         self._in_static: RowState | None = None
 
     def to(self, device: torch.device) -> None:
-        self._allocate(device, self.static.numel())
+        self._allocate(device, self.capacity)
 
     def publish(self, state: RowState | Idle | None, tokens: int = 0) -> None:
         """Put a state in force."""
@@ -218,13 +241,29 @@ class Routing:
             self.rows = state.rows
         if state is self._in_static:
             return
-        if state.rows > self.static.numel():
+        if state.rows > self.capacity:
             self._allocate(self.static.device, 2 * state.rows)
-        if state.uniform:
-            self.static.copy_(state.tensor[:1].expand_as(self.static))
-        else:
-            self.static[: state.rows].copy_(state.tensor)
+        self._fill(self.static.view(-1), state)
         self._in_static = state
+
+    def _fill(self, static: torch.Tensor, state: RowState) -> None:
+        own, rows, capacity = state.tensor.view(-1), state.rows, self.capacity
+        tabled, room = _tabled(static.device), tile_count(capacity, self.adapters)
+        tile_rows = static[capacity + room :]
+        if state.uniform:  # one slot for as many rows as a batch may have
+            tiles = -(-capacity // TILE)
+            static[:capacity].copy_(own[:1].expand(capacity))
+            if tabled:
+                static[capacity : capacity + tiles].copy_(own[:1].expand(tiles))
+                tile_rows[: TILE * tiles].copy_(self._all_rows)
+                tile_rows[TILE * tiles :].fill_(-1)
+            return
+        static[:rows].copy_(own[:rows])
+        if tabled:
+            tiles = tile_count(rows, self.adapters)
+            static[capacity : capacity + tiles].copy_(own[rows : rows + tiles])
+            tile_rows[: TILE * tiles].copy_(own[rows + tiles :])
+            tile_rows[TILE * tiles :].fill_(-1)
 
     def compiled_rows(self, shape: torch.Size, flat: bool, where: str) -> int:
         """Rows that an input of this shape holds, for a compiled forward; their slots are the first ones of `static`.
@@ -238,7 +277,7 @@ class Routing:
         first = shape[0]
         if not flat:
             self.seen = first  # written and never read in a graph: reading would make one graph for each value
-            if first <= self.static.numel():
+            if first <= self.capacity:
                 return first
         elif first % self.rows == 0:
             return self.rows

@@ -105,10 +105,12 @@ def kernels(
     rows: Annotated[str, typer.Option(help="Rows of the batch, with commas.")] = "1,8,32",
     adapters: Annotated[str, typer.Option(help="Distinct adapters, with commas.")] = "1,8,32",
     ranks: Annotated[str, typer.Option(help="Ranks, with commas.")] = "16,64",
+    prefill: Annotated[str | None, typer.Option(help="Tokens of prefills, with commas, instead of decode.")] = None,
+    alone: Annotated[bool, typer.Option("--alone", help="Leave out the figures over the base GEMMs.")] = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Time the decode kernels of one decoder layer, alone and over the base GEMMs. Needs a CUDA device."""
+    """Time the kernels of one decoder layer, alone and over the base GEMMs. Needs a CUDA device."""
     import torch
 
     from ..errors import ConfigError
@@ -121,10 +123,11 @@ def kernels(
     if not torch.cuda.is_available():
         raise ConfigError("The kernels are Triton's: `bench kernels` needs a CUDA device.")
     results = Results("layer", out or default_folder(), "cuda", say=_say)
-    sizes = (
+    sizes = [
         _numbers(name, text, 1) for name, text in (("--rows", rows), ("--adapters", adapters), ("--ranks", ranks))
-    )
-    run(results, shape, *sizes)
+    ]
+    tokens = _numbers("--prefill", prefill, 1) if prefill else []
+    run(results, shape, sizes[0], sizes[1], sizes[2], tokens, not alone)
     _finish(results, as_json)
 
 

@@ -1,9 +1,14 @@
-"""The decode kernels of one decoder layer (q k v, o, gate up, down), alone and over the base GEMMs, in microseconds.
+"""The kernels of one decoder layer (q k v, o, gate up, down), alone and over the base GEMMs, in microseconds.
 
 A CUDA graph holds back-to-back layers, each with weights of its own, so that each finds them out of the L2 cache; x
-and y are hot. "Over base" is the paired difference of two graphs with equal numbers of calls, alternated: GEMMs with
-the adapters' kernels beside and after them, and GEMMs alone. The floor: each distinct adapter's A and B once, x once,
-y read and written, at the bandwidth that a copy reaches on this device.
+and y are hot at decode, and take turns at prefill. "Over base" is the paired difference of two graphs with equal
+numbers of calls, alternated: GEMMs with the adapters' kernels, and GEMMs alone. The kernels run in one of these ways:
+
+    in place   behind the GEMMs, as eager forwards do
+    beside     the deltas on a stream of their own beside the GEMMs, then added, as captured forwards do
+    deltas     the same without the addition, which a compiled forward fuses with what comes next
+
+The floor: each distinct adapter's A and B once, x once, y read and written, at the bandwidth of a copy on this device.
 """
 
 from __future__ import annotations
@@ -17,13 +22,16 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
+from ..kernels import custom
 from ..kernels.ops import LinearOp, Workspace
 from ..kernels.reference import META
+from ..kernels.segments import row_table
 from .results import Results
 from .workload import SHAPES
 
 COLD_BYTES = 160 << 20
 ROUNDS = 20
+WAYS = ("in place", "beside", "deltas")
 
 
 def groups_of(shape: str) -> list[tuple[int, tuple[int, ...]]]:
@@ -36,11 +44,12 @@ def groups_of(shape: str) -> list[tuple[int, tuple[int, ...]]]:
 
 @dataclass(frozen=True)
 class Point:
-    """One row of the table: a batch of `rows` rows, one token each, over `adapters` adapters of one rank."""
+    """One row of the table: a batch of `rows` rows of `tokens` tokens over `adapters` adapters of one rank."""
 
     rows: int
     adapters: int
     rank: int
+    tokens: int = 1
 
 
 class Layers:
@@ -52,7 +61,8 @@ class Layers:
         size = dtype.itemsize
         self.adapter_elems = point.rank * sum(k + n for k, n in sites)
         per_layer = size * point.adapters * self.adapter_elems
-        self.count = max(2, min(64, -(-COLD_BYTES // per_layer))) if device.startswith("cuda") else 2
+        cold = device.startswith("cuda") and point.tokens == 1
+        self.count = max(2, min(64, -(-COLD_BYTES // per_layer))) if cold else 2
         table, at = [], -(-8 * META * len(sites) * self.count // 256) * 256 // size
         for k, n in sites * self.count:
             table += [at, at + point.rank * k, point.rank, 0, 0]
@@ -81,34 +91,41 @@ class Layers:
                 )
                 self.ops[-1].append(op)
                 first += len(widths)
-        self.slots = torch.arange(point.rows, dtype=torch.int32, device=device) % point.adapters
+        table = row_table([row % point.adapters for row in range(point.rows)], point.adapters)
+        self.slots = torch.tensor([table], dtype=torch.int32, device=device)
+        self.tokens = point.rows * point.tokens
 
         def random(*sizes: int) -> Tensor:
             return torch.empty(sizes, dtype=dtype, device=device).normal_(0, 0.02)
 
-        self.x = [random(point.rows, k) for k, _ in self.groups]
-        self.ys = [tuple(random(point.rows, n) for n in widths) for _, widths in self.groups]
+        turns = range(1 if point.tokens == 1 else 2)
+        self.x = [[random(self.tokens, k) for k, _ in self.groups] for _ in turns]
+        self.ys = [[tuple(random(self.tokens, n) for n in widths) for _, widths in self.groups] for _ in turns]
         # Two sets: each of them is far larger than the L2 cache at the shapes that matter.
-        self.weights = [[[random(k, n) for n in widths] for k, widths in self.groups] for _ in range(2)]
+        self.weights = [[[random(n, k) for n in widths] for k, widths in self.groups] for _ in range(2)]
 
-    def run(self, base: bool, adapters: bool) -> None:
-        """All layers once: the GEMMs, the adapters' kernels, or both as a wrapped layer runs them."""
+    def run(self, base: bool, way: str | None) -> None:
+        """All layers once: the GEMMs, the adapters' kernels in one of the `WAYS`, or both."""
+        rows = self.point.rows
         for number, ops in enumerate(self.ops):
-            for op, x, ys, weights in zip(ops, self.x, self.ys, self.weights[number % 2], strict=True):
-                if not base:
-                    op(ys, x, self.slots, self.point.rows)
-                    continue
-                h = op.begin(x, self.slots, self.point.rows) if adapters else None
-                for y, weight in zip(ys, weights, strict=True):
-                    torch.mm(x, weight, out=y)
-                if adapters:
-                    op.end(ys, x, h, self.slots, self.point.rows)
+            turn = number % len(self.x)
+            for op, x, ys, weights in zip(ops, self.x[turn], self.ys[turn], self.weights[number % 2], strict=True):
+                h = op.begin(x, self.slots, rows) if way in ("beside", "deltas") else None
+                if base:
+                    for y, weight in zip(ys, weights, strict=True):
+                        torch.mm(x, weight.t(), out=y)
+                if way == "in place":
+                    op(ys, x, self.slots, rows)
+                elif way == "deltas" and h is not None:
+                    custom.join(x.device)
+                elif way is not None:
+                    op.end(ys, x, h, self.slots, rows)
 
     def floor_us(self, bandwidth: float) -> float:
         """`bandwidth` in bytes per second."""
         moved = self.point.adapters * self.adapter_elems
-        moved += self.point.rows * sum(k + 2 * sum(widths) for k, widths in self.groups)
-        return moved * self.x[0].element_size() / bandwidth * 1e6
+        moved += self.tokens * sum(k + 2 * sum(widths) for k, widths in self.groups)
+        return moved * self.x[0][0].element_size() / bandwidth * 1e6
 
 
 def copy_bandwidth() -> float:
@@ -147,34 +164,53 @@ class Graph:
         return [self.replay_us() for _ in range(replays)]
 
 
-def measure(
+def measure(results: Results, shape: str, point: Point, bandwidth: float, over_base: bool = True) -> None:
+    """One row of the table, written at once."""
+    layers = Layers(shape, point, "cuda", torch.bfloat16)
+    floor = layers.floor_us(bandwidth)
+    what = f"{layers.tokens} tokens in {point.rows} rows" if point.tokens > 1 else f"{point.rows} rows"
+    what = f"one layer, {what}, {point.adapters} adapters, r={point.rank}"
+    facts: dict[str, Any] = {"rows": point.rows, "tokens": layers.tokens, "adapters": point.adapters}
+    facts |= {"rank": point.rank, "shape": shape, "floor_us": floor}
+
+    def add(part: str, times: list[float], **more: Any) -> None:
+        each = sorted(time_us / layers.count for time_us in times)
+        results.add(f"{what}, {part}", statistics.median(each), "us", all=each, part=part, **more, **facts)
+
+    add("alone", Graph(lambda: layers.run(False, "in place")).times(ROUNDS))
+    if not over_base:
+        return
+    base = Graph(lambda: layers.run(True, None))
+    ways = {way: Graph(lambda w=way: layers.run(True, w)) for way in WAYS}  # type: ignore[misc]
+    pairs: dict[str, list[float]] = {way: [] for way in WAYS}
+    for _ in range(ROUNDS):
+        for way, graph in ways.items():
+            pairs[way].append(-base.replay_us() + graph.replay_us())
+    for way, differences in pairs.items():
+        low, high = interval(differences)
+        add(f"over base, {way}", differences, low=low / layers.count, high=high / layers.count)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % interval of the median: order statistics of the sign test."""
+    ordered, n = sorted(values), len(values)
+    reach = max(0, int(n / 2 - 0.98 * n**0.5))
+    return ordered[reach], ordered[n - 1 - reach]
+
+
+def run(
     results: Results,
     shape: str,
-    point: Point,
-    bandwidth: float,
-    device: str = "cuda",
-    dtype: torch.dtype = torch.bfloat16,
+    rows: Sequence[int],
+    adapters: Sequence[int],
+    ranks: Sequence[int],
+    prefill: Sequence[int] = (),
+    over_base: bool = True,
 ) -> None:
-    """One row of the table, written at once."""
-    layers = Layers(shape, point, device, dtype)
-    alone = Graph(lambda: layers.run(base=False, adapters=True)).times(ROUNDS)
-    base, both = (Graph(lambda a=a: layers.run(base=True, adapters=a)) for a in (False, True))  # type: ignore[misc]
-    pairs = [(base.replay_us(), both.replay_us()) for _ in range(ROUNDS)]
-    over = [(second - first) / layers.count for first, second in pairs]
-    what = f"{point.rows} rows, {point.adapters} adapters, r={point.rank}"
-    facts: dict[str, Any] = {"rows": point.rows, "adapters": point.adapters, "rank": point.rank, "shape": shape}
-    each = [time_us / layers.count for time_us in alone]
-    floor = layers.floor_us(bandwidth)
-    results.add(
-        f"one layer, {what}, alone", statistics.median(each), "us", all=each, floor_us=floor, part="alone", **facts
-    )
-    results.add(
-        f"one layer, {what}, over base", statistics.median(over), "us", all=over, floor_us=floor, part="over", **facts
-    )
-
-
-def run(results: Results, shape: str, rows: Sequence[int], adapters: Sequence[int], ranks: Sequence[int]) -> None:
     """The table's rows for all of these, where a batch has as many rows as adapters.
+
+    Args:
+        prefill: instead of decode, so many tokens, in 16 rows or as many as there are adapters.
 
     Raises:
         ConfigError: there is no CUDA device.
@@ -183,9 +219,10 @@ def run(results: Results, shape: str, rows: Sequence[int], adapters: Sequence[in
         raise ConfigError("The kernels are Triton's: `bench kernels` needs a CUDA device.")
     bandwidth = copy_bandwidth()
     results.add("copy within the device, read and written", bandwidth / 1e12, "TB/s")
-    for count in rows:
-        for distinct in adapters:
-            for rank in ranks:
-                if distinct <= count:
-                    measure(results, shape, Point(count, distinct, rank), bandwidth)
-                    torch.cuda.empty_cache()
+    points = [Point(count, distinct, rank) for count in rows for distinct in adapters for rank in ranks]
+    if prefill:
+        points = [Point(n, n, rank, tokens // n) for tokens in prefill for n in adapters for rank in ranks]
+    for point in points:
+        if point.adapters <= point.rows:
+            measure(results, shape, point, bandwidth, over_base)
+            torch.cuda.empty_cache()

@@ -85,7 +85,9 @@ class Call:
         self.prompt_seen = False  # generate() has shown its prompts to `invoke` and to the vocabulary check
         if lease is not None:
             slots = tuple(-1 if key is None else lease.slots[key] for key in keys)
-            self.state = RowState(slots, arena.device, lease.touched, uniform, saved_by(lease, arena))
+            self.state = RowState(
+                slots, arena.device, lease.touched, uniform, saved_by(lease, arena), adapters=arena.max_loras
+            )
             self.row_tags = tuple(None if key is None else (label_of(key), lease.tags[key]) for key in keys)
             extras = [None if key is None else lease.extras[key] for key in keys]
             self.vocabulary = tuple(None if extra is None else extra.vocab_size for extra in extras)

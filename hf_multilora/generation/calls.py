@@ -148,7 +148,8 @@ class Calls:
         call = Call((None,) * rows, None, self.store.arena, False, Life(), self.current())
         if active:
             sites = frozenset(range(self.store.layout.n_sites))
-            call.state = RowState((-1,) * rows, self.store.arena.device, sites)
+            arena = self.store.arena
+            call.state = RowState((-1,) * rows, arena.device, sites, adapters=arena.max_loras)
             call.row_tags = (("warm-up", ()),) * rows  # compiled forwards are for tagged caches, or for others
         with self._gate.through(nested=call.outer is not None):
             token = self._current.set(call)
@@ -230,6 +231,7 @@ class Calls:
 
     def _trace(self) -> None:
         """Let compiled forwards run under the running forward's rows, else under the newest `use` block's."""
+        self.routing.vectors = self.store.arena.vectors
         if self._running:
             self.routing.trace(self._running[-1])
         else:

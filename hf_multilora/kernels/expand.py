@@ -1,18 +1,22 @@
-"""Expand: `y[t] = gain · y[t] + shift + h[t] · Bt[slot(t)]`, for every slice of a layer, into the slice's own columns.
+"""Expand: `y[t] = gain · y[t] + shift + h[t] · Bt[slot(t)]`, for every slice of a group, each into its own columns.
 
-    h[t, j] = planes[0, t, i, j] + planes[1, t, i, j] + ...                 planes: fp32 [split, n, slices, max_rank]
+    h[t, j] = planes[0, t, i, j] + planes[1, t, i, j] + ...                 planes: as shrink leaves them
     d[t, c] = sum over j < rank of h[t, j] · Bt_i[j, c]                     Bt_i [rank, width_i]
-    y[t, start_i + c] = round(gain_i[c] · y[t, start_i + c] + shift_i[c] + d[t, c])               fp32 [width_i]
+    y_i[t, c] = round(gain_i[c] · y_i[t, c] + shift_i[c] + d[t, c])         y_i: the slice's columns; fp32 [width_i]
 
 The sum is fp32 and y is rounded once. Rows without an adapter, slices that have neither delta nor gain nor shift, and
 tokens before their row's start are not written. An absent gain or shift is not read: its masked load yields what
 changes no bit (1, -0.0), so that rows without one wait for nothing and branch nowhere.
 
-`expand_rows` is one program per token (decode); `expand_tiles` takes tiles of one row's tokens with `tl.dot`
-(prefill). There h enters the dot without being rounded to the adapters' dtype: for bf16 as hi + lo, two bf16 values
-that keep 16 of its 24 bits; where y is fp32, or Bt fp16 (whose range is too small for that), as three tf32 products,
-good to 22 bits; for fp32 factors in IEEE arithmetic. Addresses are int64 up to the first element of a tile or of a
-factor, and int32 inside.
+With DELTA the kernel can run beside the base layer, whose y is not there yet: it writes d alone, into an fp32 buffer
+[n, sum of the widths]. Where there is no delta it writes -0.0, which added to any number leaves its bits. `finish`
+does the rest of the formula from there, to the same bits; so does `y + d` in a compiled forward.
+
+`expand_rows` is one program per token and `expand_segments` one per tile of rows that share a slot (decode);
+`expand_tiles` takes tiles of one row's tokens (prefill). In the latter two h enters `tl.dot` without being rounded to
+the adapters' dtype: for bf16 as hi + lo, two bf16 values that keep 16 of its 24 bits; where y is fp32, or Bt fp16
+(whose range is too small for that), as three tf32 products, good to 22 bits; for fp32 factors in IEEE arithmetic.
+Addresses are int64 up to the first element of a tile or of a factor, and int32 inside.
 """
 
 from __future__ import annotations
@@ -24,16 +28,45 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .lookup import META, factor_start, sharing_slice, slice_columns, table_entry, vector_start
-from .tuning import ExpandTiling
+from .lookup import (
+    META,
+    factor_start,
+    let_next_begin,
+    minus_zeros,
+    pick,
+    pick_pointer,
+    sharing_slice,
+    table_entry,
+    vector_start,
+    wait_for_input,
+)
+from .segments import TILE
+from .tuning import ExpandTiling, ShrinkTiling
 
-_DYNAMIC = ["site", "n", "blocks", "meta_stride"]
+_DYNAMIC = ["site", "n", "blocks", "tiles", "capacity", "meta_stride"]
 _UNALIGNED = ["row_slots_ptr", "row_starts_ptr", "meta_ptr", "h_ptr"]
+_TILE = tl.constexpr(TILE)
+
+
+@triton.jit
+def _gain_and_shift(
+    floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN: tl.constexpr, DELTA: tl.constexpr
+):
+    """The columns' gain and shift, 1 and -0.0 where there are none (or where `finish` sees to them)."""
+    gain_ptr = vector_start(floats_ptr, slot, slot_elems, gain_off, ALIGN)
+    shift_ptr = vector_start(floats_ptr, slot, slot_elems, shift_off, ALIGN)
+    wanted = (c < width) & (not DELTA)
+    gain = tl.load(gain_ptr + c, mask=wanted & (gain_off != 0), other=1.0)
+    shift = tl.load(shift_ptr + c, mask=wanted & (shift_off != 0), other=-0.0)
+    return gain, shift
 
 
 @triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_UNALIGNED)
 def expand_rows(
-    y_ptr,
+    y0_ptr,
+    y1_ptr,
+    y2_ptr,
+    y3_ptr,
     row_slots_ptr,
     row_starts_ptr,
     h_ptr,
@@ -46,7 +79,12 @@ def expand_rows(
     n,
     per_row,
     blocks,
-    y_stride,
+    tiles,
+    capacity,
+    s0,
+    s1,
+    s2,
+    s3,
     w0,
     w1,
     w2,
@@ -59,23 +97,35 @@ def expand_rows(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    STEPS: tl.constexpr,
     STAGES: tl.constexpr,
     DOT: tl.constexpr,
     STARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DELTA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One token, BLOCK_N columns of one slice. Grid [n, blocks of the widest slice, slices]."""
     t = tl.program_id(0)
     i = tl.program_id(2)
-    start, width = slice_columns(i, w0, w1, w2, w3, N_SLICES)
+    let_next_begin(PDL)
+    width = pick(i, w0, w1, w2, w3, N_SLICES)
     c0 = tl.program_id(1) * BLOCK_N
     if c0 >= width:
+        wait_for_input(PDL)
         return
+    c = c0 + tl.arange(0, BLOCK_N)
+    y_ptr = pick_pointer(i, y0_ptr, y1_ptr, y2_ptr, y3_ptr, N_SLICES, ALIGNED)
+    y_row = y_ptr + t.to(tl.int64) * pick(i, s0, s1, s2, s3, N_SLICES)
     row = t // per_row
     slot = tl.load(row_slots_ptr + row)
     idle = slot < 0
     if STARTS:
         idle |= t - row * per_row < tl.load(row_starts_ptr + row)
     if idle:
+        wait_for_input(PDL)
+        if DELTA:
+            tl.store(y_row + c, minus_zeros([BLOCK_N]), mask=c < width)
         return
     first = table_entry(meta_ptr, meta_stride, slot, site)
     b_off = tl.load(first + META * i + 1)
@@ -83,36 +133,65 @@ def expand_rows(
     gain_off = tl.load(first + META * i + 3)
     shift_off = tl.load(first + META * i + 4)
     # Offsets are never negative; asking makes the loads leave together instead of one after the other.
-    if ((rank | gain_off | shift_off) == 0) | (b_off < 0):
+    if (((rank | gain_off | shift_off) == 0) | (b_off < 0)) & (not DELTA):
+        wait_for_input(PDL)
         return
     rank = rank.to(tl.int32)
     src = i
     if N_SLICES > 1:
         src = sharing_slice(first, i, tl.load(first + META * i), rank, N_SLICES)
     b_ptr = factor_start(data_ptr, slot, slot_elems, b_off, ALIGN)
-    gain_ptr = vector_start(floats_ptr, slot, slot_elems, gain_off, ALIGN)
-    shift_ptr = vector_start(floats_ptr, slot, slot_elems, shift_off, ALIGN)
-    c = c0 + tl.arange(0, BLOCK_N)
-    y_row = y_ptr + t.to(tl.int64) * y_stride + start
-    y = tl.load(y_row + c, mask=c < width)
-    gain = tl.load(gain_ptr + c, mask=(c < width) & (gain_off != 0), other=1.0)
-    shift = tl.load(shift_ptr + c, mask=(c < width) & (shift_off != 0), other=-0.0)
+    gain, shift = _gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, DELTA)
     s = tl.arange(0, SPLIT_PAD)
+    r = tl.arange(0, BLOCK_R)
+    # The first factors are on their way while shrink still runs.
+    b = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=(r[:, None] < rank) & (c[None, :] < width), other=0.0)
+    wait_for_input(PDL)
+    acc = minus_zeros([BLOCK_N])
+    if not DELTA:
+        acc = gain * tl.load(y_row + c, mask=c < width, other=0.0).to(tl.float32) + shift
     h_planes = h_ptr + ((s.to(tl.int64) * n + t) * N_SLICES + src)[:, None] * MAX_RANK
-    acc = tl.zeros([BLOCK_N], dtype=tl.float32)
-    for r0 in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
+    delta = minus_zeros([BLOCK_N])
+    for r0 in range(0, rank, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
-        mask = (r[:, None] < rank) & (c[None, :] < width)
-        b = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=mask, other=0.0)
+        if r0 > 0:
+            mask = (r[:, None] < rank) & (c[None, :] < width)
+            b = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=mask, other=0.0)
         h = tl.load(h_planes + r[None, :], mask=(s[:, None] < SPLIT) & (r[None, :] < rank), other=0.0)
-        acc += tl.sum(tl.sum(h, axis=0)[:, None] * b.to(tl.float32), axis=0)
-    out = gain * y.to(tl.float32) + shift + acc
-    tl.store(y_row + c, out.to(y_ptr.dtype.element_ty), mask=c < width)
+        delta += tl.sum(tl.sum(h, axis=0)[:, None] * b.to(tl.float32), axis=0)
+    tl.store(y_row + c, (acc + delta).to(y_ptr.dtype.element_ty), mask=c < width)
+
+
+@triton.jit
+def _dot(h, b, acc, DOT: tl.constexpr):
+    if DOT == "split":
+        hi = h.to(b.dtype)
+        lo = h - hi.to(tl.float32)
+        lo = tl.where(lo == lo, lo, 0.0)  # inf - inf: hi says it all
+        acc = tl.dot(hi, b, acc)
+        return tl.dot(lo.to(b.dtype), b, acc)
+    elif DOT == "tf32":
+        return tl.dot(h, b.to(tl.float32), acc, input_precision="tf32x3")
+    else:
+        return tl.dot(h, b.to(tl.float32), acc, input_precision="ieee")
+
+
+@triton.jit
+def _summed(h_rows, r, rank, m_mask, plane, SPLIT: tl.constexpr):
+    """h[:, r], the planes of a tile of tokens added up in order."""
+    mask = m_mask & (r[None, :] < rank)
+    h = tl.load(h_rows + r[None, :], mask=mask, other=0.0)
+    for s in tl.static_range(1, SPLIT):
+        h += tl.load(h_rows + s * plane + r[None, :], mask=mask, other=0.0)
+    return h
 
 
 @triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_UNALIGNED)
-def expand_tiles(
-    y_ptr,
+def expand_segments(
+    y0_ptr,
+    y1_ptr,
+    y2_ptr,
+    y3_ptr,
     row_slots_ptr,
     row_starts_ptr,
     h_ptr,
@@ -125,7 +204,12 @@ def expand_tiles(
     n,
     per_row,
     blocks,
-    y_stride,
+    tiles,
+    capacity,
+    s0,
+    s1,
+    s2,
+    s3,
     w0,
     w1,
     w2,
@@ -138,16 +222,119 @@ def expand_tiles(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    STEPS: tl.constexpr,
     STAGES: tl.constexpr,
     DOT: tl.constexpr,
     STARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DELTA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """BLOCK_M tokens of one row, BLOCK_N columns of one slice. Grid [rows * blocks, column blocks, slices]."""
-    row = tl.program_id(0) // blocks
+    """A tile of rows that share a slot, BLOCK_N columns of one slice. Grid [tiles in use, column blocks, slices]."""
+    tile = tl.program_id(0)
     i = tl.program_id(2)
-    start, width = slice_columns(i, w0, w1, w2, w3, N_SLICES)
+    let_next_begin(PDL)
+    width = pick(i, w0, w1, w2, w3, N_SLICES)
     c0 = tl.program_id(1) * BLOCK_N
     if c0 >= width:
+        wait_for_input(PDL)
+        return
+    slot = tl.load(row_slots_ptr + capacity + tile)
+    m = tl.arange(0, _TILE)
+    t = tl.load(row_slots_ptr + capacity + tiles + tile * _TILE + m)
+    live = (t >= 0) & (t < n)
+    c = c0 + tl.arange(0, BLOCK_N)
+    mask = live[:, None] & (c[None, :] < width)
+    y_ptr = pick_pointer(i, y0_ptr, y1_ptr, y2_ptr, y3_ptr, N_SLICES, ALIGNED)
+    y_tile = y_ptr + t[:, None].to(tl.int64) * pick(i, s0, s1, s2, s3, N_SLICES) + c[None, :]
+    if slot < 0:
+        wait_for_input(PDL)
+        if DELTA:
+            tl.store(y_tile, minus_zeros([_TILE, BLOCK_N]), mask=mask)
+        return
+    first = table_entry(meta_ptr, meta_stride, slot, site)
+    b_off = tl.load(first + META * i + 1)
+    rank = tl.load(first + META * i + 2)
+    gain_off = tl.load(first + META * i + 3)
+    shift_off = tl.load(first + META * i + 4)
+    if (((rank | gain_off | shift_off) == 0) | (b_off < 0)) & (not DELTA):
+        wait_for_input(PDL)
+        return
+    rank = rank.to(tl.int32)
+    src = i
+    if N_SLICES > 1:
+        src = sharing_slice(first, i, tl.load(first + META * i), rank, N_SLICES)
+    b_ptr = factor_start(data_ptr, slot, slot_elems, b_off, ALIGN)
+    gain, shift = _gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, DELTA)
+    h_tile = h_ptr + (tile.to(tl.int64) * N_SLICES + src) * (_TILE * MAX_RANK) + m[:, None] * MAX_RANK
+    wait_for_input(PDL)
+    acc = tl.zeros([_TILE, BLOCK_N], dtype=tl.float32)
+    for r0 in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
+        r = r0 + tl.arange(0, BLOCK_R)
+        b = tl.load(
+            b_ptr + r[:, None] * width + c[None, :], mask=(r[:, None] < rank) & (c[None, :] < width), other=0.0
+        )
+        h = tl.load(h_tile + r[None, :], mask=live[:, None] & (r[None, :] < rank), other=0.0)
+        acc = _dot(h, b, acc, DOT)
+    if DELTA:
+        if rank == 0:
+            acc = minus_zeros([_TILE, BLOCK_N])
+    else:
+        y = tl.load(y_tile, mask=mask, other=0.0)
+        acc = gain[None, :] * y.to(tl.float32) + shift[None, :] + acc
+    tl.store(y_tile, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_UNALIGNED)
+def expand_tiles(
+    y0_ptr,
+    y1_ptr,
+    y2_ptr,
+    y3_ptr,
+    row_slots_ptr,
+    row_starts_ptr,
+    h_ptr,
+    site,
+    data_ptr,
+    meta_ptr,
+    floats_ptr,
+    slot_elems,
+    meta_stride,
+    n,
+    per_row,
+    blocks,
+    tiles,
+    capacity,
+    s0,
+    s1,
+    s2,
+    s3,
+    w0,
+    w1,
+    w2,
+    w3,
+    MAX_RANK: tl.constexpr,
+    N_SLICES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLIT_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    DOT: tl.constexpr,
+    STARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    DELTA: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """BLOCK_M tokens of one row, STEPS blocks of BLOCK_N columns of one slice. Grid [rows * blocks, spans, slices]."""
+    row = tl.program_id(0) // blocks
+    i = tl.program_id(2)
+    width = pick(i, w0, w1, w2, w3, N_SLICES)
+    c_first = tl.program_id(1) * (STEPS * BLOCK_N)
+    if c_first >= width:
         return
     m_start = (tl.program_id(0) % blocks) * BLOCK_M
     m_first = 0
@@ -158,6 +345,17 @@ def expand_tiles(
         idle |= m_start + BLOCK_M <= m_first
     if idle:
         return
+    m = tl.arange(0, BLOCK_M)
+    m_mask = m[:, None] < per_row - m_start
+    if STARTS:
+        m_mask &= m_start + m[:, None] >= m_first
+    t = row.to(tl.int64) * per_row + m_start
+    y_ptr = pick_pointer(i, y0_ptr, y1_ptr, y2_ptr, y3_ptr, N_SLICES, ALIGNED)
+    y_stride = pick(i, s0, s1, s2, s3, N_SLICES)
+    y_rows = y_ptr + t * y_stride + m[:, None] * y_stride
+    n_range = tl.arange(0, BLOCK_N)
+    # y takes far longer than the rest: each step's is asked for one step before.
+    ahead = tl.load(y_rows + (c_first + n_range)[None, :], mask=m_mask & ((c_first + n_range)[None, :] < width))
     first = table_entry(meta_ptr, meta_stride, slot, site)
     b_off = tl.load(first + META * i + 1)
     rank = tl.load(first + META * i + 2)
@@ -171,47 +369,106 @@ def expand_tiles(
     if N_SLICES > 1:
         src = sharing_slice(first, i, tl.load(first + META * i), rank, N_SLICES)
     b_ptr = factor_start(data_ptr, slot, slot_elems, b_off, ALIGN)
-    gain_ptr = vector_start(floats_ptr, slot, slot_elems, gain_off, ALIGN)
-    shift_ptr = vector_start(floats_ptr, slot, slot_elems, shift_off, ALIGN)
-    m = tl.arange(0, BLOCK_M)
-    m_stop = per_row - m_start
-    m_mask = m[:, None] < m_stop
-    if STARTS:
-        m_mask &= m_start + m[:, None] >= m_first
-    t = row.to(tl.int64) * per_row + m_start
-    c = c0 + tl.arange(0, BLOCK_N)
-    y_tile = y_ptr + (t * y_stride + start) + m[:, None] * y_stride + c[None, :]
-    y_mask = m_mask & (c[None, :] < width)
-    y = tl.load(y_tile, mask=y_mask)
-    gain = tl.load(gain_ptr + c, mask=(c < width) & (gain_off != 0), other=1.0)
-    shift = tl.load(shift_ptr + c, mask=(c < width) & (shift_off != 0), other=-0.0)
     plane = tl.cast(n, tl.int64) * N_SLICES * MAX_RANK
     h_rows = h_ptr + (t * N_SLICES + src) * MAX_RANK + m[:, None] * (N_SLICES * MAX_RANK)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for r0 in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
-        r = r0 + tl.arange(0, BLOCK_R)
-        b_mask = (r[:, None] < rank) & (c[None, :] < width)
-        b = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=b_mask, other=0.0)
-        h_mask = m_mask & (r[None, :] < rank)
-        h = tl.load(h_rows + r[None, :], mask=h_mask, other=0.0)
-        for s in tl.static_range(1, SPLIT):
-            h += tl.load(h_rows + s * plane + r[None, :], mask=h_mask, other=0.0)
-        if DOT == "split":
-            hi = h.to(b.dtype)
-            lo = h - hi.to(tl.float32)
-            lo = tl.where(lo == lo, lo, 0.0)  # inf - inf: hi says it all
-            acc = tl.dot(hi, b, acc)
-            acc = tl.dot(lo.to(b.dtype), b, acc)
-        elif DOT == "tf32":
-            acc = tl.dot(h, b.to(tl.float32), acc, input_precision="tf32x3")
-        else:
-            acc = tl.dot(h, b.to(tl.float32), acc, input_precision="ieee")
-    out = gain[None, :] * y.to(tl.float32) + shift[None, :] + acc
-    tl.store(y_tile, out.to(y_ptr.dtype.element_ty), mask=y_mask)
+    h_first = _summed(h_rows, tl.arange(0, BLOCK_R), rank, m_mask, plane, SPLIT)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        c = c_first + step * BLOCK_N + n_range
+        y = ahead
+        following = c + BLOCK_N
+        wanted = m_mask & (following[None, :] < width) & (step + 1 < STEPS)
+        ahead = tl.load(y_rows + following[None, :], mask=wanted)
+        gain, shift = _gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, False)
+        r = tl.arange(0, BLOCK_R)
+        b = tl.load(
+            b_ptr + r[:, None] * width + c[None, :], mask=(r[:, None] < rank) & (c[None, :] < width), other=0.0
+        )
+        acc = _dot(h_first, b, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), DOT)
+        if MAX_RANK > BLOCK_R:
+            for r0 in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=1):
+                r = r0 + tl.arange(0, BLOCK_R)
+                mask = (r[:, None] < rank) & (c[None, :] < width)
+                more = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=mask, other=0.0)
+                acc = _dot(_summed(h_rows, r, rank, m_mask, plane, SPLIT), more, acc, DOT)
+        out = gain[None, :] * y.to(tl.float32) + shift[None, :] + acc
+        tl.store(y_rows + c[None, :], out.to(y_ptr.dtype.element_ty), mask=m_mask & (c[None, :] < width))
+
+
+@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_UNALIGNED)
+def finish_rows(
+    y0_ptr,
+    y1_ptr,
+    y2_ptr,
+    y3_ptr,
+    row_slots_ptr,
+    row_starts_ptr,
+    h_ptr,
+    site,
+    data_ptr,
+    meta_ptr,
+    floats_ptr,
+    slot_elems,
+    meta_stride,
+    n,
+    per_row,
+    d_stride,
+    s0,
+    s1,
+    s2,
+    s3,
+    w0,
+    w1,
+    w2,
+    w3,
+    N_SLICES: tl.constexpr,
+    ALIGN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """What `expand_rows` leaves undone with DELTA; h: its buffer. Grid [n, blocks of the widest slice, slices]."""
+    t = tl.program_id(0)
+    i = tl.program_id(2)
+    width = pick(i, w0, w1, w2, w3, N_SLICES)
+    c0 = tl.program_id(1) * BLOCK_N
+    if c0 >= width:
+        return
+    slot = tl.load(row_slots_ptr + t // per_row)
+    if slot < 0:
+        return
+    c = c0 + tl.arange(0, BLOCK_N)
+    start = pick(i, 0, w0, w0 + w1, w0 + w1 + w2, N_SLICES)
+    d = tl.load(h_ptr + t.to(tl.int64) * d_stride + start + c, mask=c < width, other=0.0)
+    y_ptr = pick_pointer(i, y0_ptr, y1_ptr, y2_ptr, y3_ptr, N_SLICES, ALIGNED)
+    y_row = y_ptr + t.to(tl.int64) * pick(i, s0, s1, s2, s3, N_SLICES)
+    y = tl.load(y_row + c, mask=c < width, other=0.0)
+    entry = table_entry(meta_ptr, meta_stride, slot, site) + META * i
+    rank = tl.load(entry + 2)
+    gain_off = tl.load(entry + 3)
+    shift_off = tl.load(entry + 4)
+    if (rank | gain_off | shift_off) == 0:
+        return
+    gain, shift = _gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, False)
+    out = gain * y.to(tl.float32) + shift + d
+    tl.store(y_row + c, out.to(y_ptr.dtype.element_ty), mask=c < width)
+
+
+_KERNELS = {"rows": expand_rows, "segments": expand_segments, "tiles": expand_tiles}
+_FINISH_COLUMNS = 1024
+
+
+def _padded(values: Sequence[Any], with_: Any) -> list[Any]:
+    return [*values, *[with_] * (4 - len(values))]
+
+
+def _columns(ys: Sequence[Tensor]) -> tuple[list[Any], list[int], list[int], bool]:
+    """Addresses, row strides and widths of the slices, padded to four; whether all rows lie at 16-byte multiples."""
+    aligned = all(y.data_ptr() % 16 == 0 and y.stride(0) * y.element_size() % 16 == 0 for y in ys)
+    strides, widths = [y.stride(0) for y in ys], [y.shape[1] for y in ys]
+    return _padded(ys, ys[0]), _padded(strides, 0), _padded(widths, 0), aligned
 
 
 def prepare(
-    y: Tensor,
+    ys: Sequence[Tensor],
     row_slots: Tensor,
     row_starts: Tensor | None,
     planes: Tensor,
@@ -220,23 +477,24 @@ def prepare(
     rows: int,
     site: int,
     floats: Tensor,
-    widths: Sequence[int],
     slot_elems: int,
     max_rank: int,
-    split: int,
+    shrinking: ShrinkTiling,
     tiling: ExpandTiling,
-) -> tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, int]]:
+    delta: bool = False,
+) -> tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
     """The launch of one expand: kernel, grid, arguments in order, compile options.
 
-    y `[n, sum(widths)]` with unit stride along its columns, written in place; planes and split as shrink left them.
-    The first five arguments are those that change from call to call or from layer to layer. Where there are no
-    row_starts, a pointer that is not read takes their place.
+    ys: for each slice a view `[n, width]` with unit stride along its columns, written in place (`delta`: of the fp32
+    buffer); planes as `shrinking` left them. The first eight arguments are those that change from call to call or from
+    layer to layer. Where there are no row_starts, a pointer that is not read takes their place.
     """
-    n = y.shape[0]
+    n = ys[0].shape[0]
     per_row = n // rows
-    blocks = -(-per_row // tiling.block_m) if tiling.tiles else 1
+    blocks = -(-per_row // tiling.block_m)
+    targets, strides, widths, aligned = _columns(ys)
     args = (
-        y,
+        *targets,
         row_slots,
         row_slots if row_starts is None else row_starts,
         planes,
@@ -249,21 +507,47 @@ def prepare(
         n,
         per_row,
         blocks,
-        y.stride(0),
+        shrinking.table_tiles,
+        shrinking.capacity,
+        *strides,
         *widths,
-        *[0] * (4 - len(widths)),
         max_rank,
-        len(widths),
+        len(ys),
         64 // data.dtype.itemsize,
-        split,
-        triton.next_power_of_2(split),
+        shrinking.split,
+        triton.next_power_of_2(shrinking.split),
         tiling.block_m,
         tiling.block_n,
         tiling.block_r,
+        tiling.steps,
         tiling.stages,
         tiling.dot,
         row_starts is not None,
+        aligned,
+        delta,
+        shrinking.pdl,
     )
-    columns = -(-max(widths) // tiling.block_n)
-    grid = (rows * blocks if tiling.tiles else n, columns, len(widths))
-    return (expand_tiles if tiling.tiles else expand_rows), grid, args, {"num_warps": tiling.warps}
+    columns = -(-max(widths) // (tiling.block_n * tiling.steps))
+    programs = {"rows": n, "segments": shrinking.tiles, "tiles": rows * blocks}[shrinking.kind]
+    options = {"num_warps": tiling.warps} | ({"launch_pdl": True} if shrinking.pdl else {})
+    return _KERNELS[shrinking.kind], (programs, columns, len(ys)), args, options
+
+
+def prepare_finish(
+    ys: Sequence[Tensor],
+    row_slots: Tensor,
+    delta: Tensor,
+    data: Tensor,
+    meta: Tensor,
+    rows: int,
+    site: int,
+    floats: Tensor,
+    slot_elems: int,
+) -> tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
+    """The launch of one finish; ys as for `prepare`, delta: fp32 `[n, sum of the widths]`, contiguous."""
+    n = delta.shape[0]
+    targets, strides, widths, aligned = _columns(ys)
+    args = (*targets, row_slots, row_slots, delta, site, data, meta, floats, slot_elems, meta.stride(0), n, n // rows)
+    args += (delta.stride(0), *strides, *widths, len(ys), 64 // data.dtype.itemsize, _FINISH_COLUMNS, aligned)
+    grid = (n, -(-max(widths) // _FINISH_COLUMNS), len(ys))
+    return finish_rows, grid, args, {"num_warps": 4}

@@ -8,35 +8,58 @@ aligned as those it was made with (16 bytes), and for the same shapes, dtypes an
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import embedding, expand, shrink
-from .tuning import expand_tiling, shrink_tiling
+from .segments import capacity_of
+from .tuning import Call, ExpandTiling, ShrinkTiling, expand_tiling, kind_of, shrink_tiling
 
 logger = logging.getLogger(__name__)
 
 # Shapes whose launches are kept by one workspace: prompts come in ever new lengths.
 _MAX_RECIPES = 1024
 
-# launch(stream, pointer of x or y, of row_slots, of row_starts, of the planes, site). Kernels made without starts read
-# none; any pointer will do.
-Launch = Callable[[int, int, int, int, int, int], None]
-# As many arguments of a kernel as change from call to call or from layer to layer; they come first.
-_VARYING = 5
+# Arguments that change from call to call or from layer to layer; in each kernel they come first. Shrink: addresses of
+# x, row_slots, row_starts and planes, and the site; expand the same with those of four slices in place of x. Kernels
+# made without starts read none; any address will do.
+Launch = Callable[..., None]
+_VARYING = {"first": 5, "second": 8}
 
 
-class Recipe:
-    """Two prebuilt launches, shrink (or gather) and expand, for one shape of call."""
+class Arena(NamedTuple):
+    """What every launch of one model reads: the slots, and counters that are 0 between launches."""
 
-    __slots__ = ("first", "second")
+    data: Tensor
+    meta: Tensor
+    floats: Tensor
+    counters: Tensor
+    slot_elems: int
+    max_rank: int
 
-    def __init__(self, first: Launch, second: Launch) -> None:
-        self.first, self.second = first, second
+
+class Rows(NamedTuple):
+    """Which slots the rows name: int32, a row table where it has two dimensions; int32 starts; their number."""
+
+    slots: Tensor
+    starts: Tensor | None
+    rows: int
+
+
+class Recipe(NamedTuple):
+    """Two prebuilt launches, shrink (or gather) and expand, for one shape of call.
+
+    `first(stream, x, row_slots, row_starts, planes, site)`,
+    `second(stream, y0, y1, y2, y3, row_slots, row_starts, planes, site)`.
+    """
+
+    first: Launch
+    second: Launch
 
 
 class _Prebuilding:
@@ -45,112 +68,128 @@ class _Prebuilding:
     works: bool | None = None
 
 
-def plane_elems(n: int, rows: int, k: int, slices: int, max_rank: int, x: torch.dtype, data: torch.dtype) -> int:
+@functools.cache
+def _knows_pdl(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def describe(n: int, k: int, widths: Sequence[int], x: torch.dtype, y: torch.dtype, arena: Arena, rows: Rows) -> Call:
+    """The shape of a call, as tuning wants it."""
+    data, adapters = arena.data, arena.meta.shape[0]
+    capacity = capacity_of(rows.slots.numel(), adapters) if rows.slots.dim() == 2 else None
+    pdl, starts = _knows_pdl(data.device), rows.starts is not None
+    shape = (n, rows.rows, k, tuple(widths), arena.max_rank, adapters)
+    return Call(*shape, x, y, data.dtype, capacity, starts, pdl)
+
+
+def tilings(call: Call) -> tuple[ShrinkTiling, ExpandTiling]:
+    return shrink_tiling(call), expand_tiling(call)
+
+
+def plane_elems(call: Call) -> int:
     """fp32 elements that the planes of one linear call take."""
-    return shrink_tiling(n, rows, k, max_rank, x, data).split * n * slices * max_rank
+    return shrink.plane_elems(call.n, len(call.widths), call.max_rank, shrink_tiling(call))
 
 
 def linear(
-    y: Tensor,
-    x: Tensor,
-    data: Tensor,
-    meta: Tensor,
-    floats: Tensor,
-    row_slots: Tensor,
-    planes: Tensor,
-    rows: int,
-    site: int,
-    widths: Sequence[int],
-    slot_elems: int,
-    max_rank: int,
-    recipes: dict[Any, Recipe],
-    row_starts: Tensor | None = None,
+    ys: Sequence[Tensor], x: Tensor, arena: Arena, rows: Rows, planes: Tensor, site: int, recipes: dict[Any, Recipe]
 ) -> Recipe | None:
-    """Shrink and expand, `y [n, N]` in place, `x [n, K]`, both with unit stride along columns.
+    """Shrink and expand: each slice's `y [n, width]` in place, `x [n, K]`, all with unit stride along columns.
 
     Returns the recipe for calls of the same shape, which it looks up in `recipes` and keeps there; None where there
     cannot be one (x or y not aligned to 16 bytes, the interpreter, an unknown launcher).
     """
-    key = _key(y, x, data, meta, floats, rows, widths, slot_elems, max_rank, row_starts is None)
+    key = _key(ys, x, arena, rows)
     recipe = recipes.get(key) if key else None
     if recipe is not None:
-        _run_recipe(recipe, y, x, row_slots, row_starts, planes, site)
+        _run_recipe(recipe, ys, x, rows, planes, site)
         return recipe
-    n, k = x.shape
-    shrinking = shrink_tiling(n, rows, k, max_rank, x.dtype, data.dtype)
-    expanding = expand_tiling(n, rows, max(widths), max_rank, y.dtype, data.dtype)
-    common = (row_slots, row_starts, planes, data, meta, rows, site)
-    first = shrink.prepare(x, *common, len(widths), slot_elems, max_rank, shrinking)
-    second = expand.prepare(y, *common, floats, widths, slot_elems, max_rank, shrinking.split, expanding)
-    return _run(first, second, key, recipes)
+    call = describe(x.shape[0], x.shape[1], [y.shape[1] for y in ys], x.dtype, ys[0].dtype, arena, rows)
+    return _run(*_prepared(call, ys, x, arena, rows, planes, site), key, recipes)
+
+
+def delta(
+    d: Tensor, widths: Sequence[int], x: Tensor, y: torch.dtype, arena: Arena, rows: Rows, planes: Tensor, site: int
+) -> None:
+    """Shrink and expand into `d`, fp32 `[n, sum of the widths]`, whose every element is written; see expand.py."""
+    call = describe(x.shape[0], x.shape[1], widths, x.dtype, y, arena, rows)
+    for kernel, grid, args, options in _prepared(call, d.split(list(widths), 1), x, arena, rows, planes, site, True):
+        kernel[grid](*args, **options)
+
+
+def finish(ys: Sequence[Tensor], d: Tensor, arena: Arena, rows: Rows, site: int) -> None:
+    """Add what `delta` made, and gains and shifts, in place."""
+    shape = (arena.data, arena.meta, rows.rows, site, arena.floats, arena.slot_elems)
+    kernel, grid, args, options = expand.prepare_finish(ys, rows.slots, d, *shape)
+    kernel[grid](*args, **options)
+
+
+def _prepared(
+    call: Call,
+    ys: Sequence[Tensor],
+    x: Tensor,
+    arena: Arena,
+    rows: Rows,
+    planes: Tensor,
+    site: int,
+    deltas: bool = False,
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    shrinking, expanding = tilings(call)
+    common = (rows.slots, rows.starts, planes, arena.data, arena.meta)
+    sizes = (arena.slot_elems, arena.max_rank, shrinking)
+    first = shrink.prepare(x, *common, arena.counters, rows.rows, site, len(ys), *sizes)
+    second = expand.prepare(ys, *common, rows.rows, site, arena.floats, *sizes, expanding, deltas)
+    return first, second
 
 
 def embed(
-    y: Tensor,
-    ids: Tensor,
-    data: Tensor,
-    meta: Tensor,
-    floats: Tensor,
-    row_slots: Tensor,
-    planes: Tensor,
-    rows: int,
-    site: int,
-    width: int,
-    slot_elems: int,
-    max_rank: int,
-    recipes: dict[Any, Recipe],
-    row_starts: Tensor | None = None,
+    y: Tensor, ids: Tensor, arena: Arena, rows: Rows, planes: Tensor, site: int, recipes: dict[Any, Recipe]
 ) -> Recipe | None:
     """Gather and expand, `y [n, width]` in place, `ids [n]` contiguous; returns what `linear` does."""
-    key = _key(y, ids, data, meta, floats, rows, (width,), slot_elems, max_rank, row_starts is None)
+    key = _key([y], ids, arena, rows)
     recipe = recipes.get(key) if key else None
     if recipe is not None:
-        _run_recipe(recipe, y, ids, row_slots, row_starts, planes, site)
+        _run_recipe(recipe, [y], ids, rows, planes, site)
         return recipe
-    common = (row_slots, row_starts, planes, data, meta, rows, site)
-    expanding = expand_tiling(ids.numel(), rows, width, max_rank, y.dtype, data.dtype)
-    first = embedding.prepare(ids, *common, slot_elems, max_rank)
-    second = expand.prepare(y, *common, floats, (width,), slot_elems, max_rank, 1, expanding)
+    n, common = ids.numel(), (rows.slots, rows.starts, planes, arena.data, arena.meta)
+    call = describe(n, 1, [y.shape[1]], y.dtype, y.dtype, arena, Rows(rows.slots.view(-1), rows.starts, rows.rows))
+    sizes = (arena.slot_elems, arena.max_rank)
+    first = embedding.prepare(ids, *common, rows.rows, site, *sizes)
+    one_plane = ShrinkTiling(kind_of(call), 1, 1, 1, 1, 1, 1, 1, "")
+    second = expand.prepare([y], *common, rows.rows, site, arena.floats, *sizes, one_plane, expand_tiling(call))
     return _run(first, second, key, recipes)
 
 
-def _key(
-    y: Tensor,
-    x: Tensor,
-    data: Tensor,
-    meta: Tensor,
-    floats: Tensor,
-    rows: int,
-    widths: Sequence[int],
-    slot_elems: int,
-    max_rank: int,
-    whole_rows: bool,
-) -> tuple[Any, ...] | None:
-    """Everything that a recipe has bound; None where x or y is not aligned as a recipe's kernels assume."""
-    if (x.data_ptr() | y.data_ptr()) & 15:
+def _key(ys: Sequence[Tensor], x: Tensor, arena: Arena, rows: Rows) -> tuple[Any, ...] | None:
+    """Everything that a recipe has bound; None where x or a y is not aligned as a recipe's kernels assume."""
+    bits = x.data_ptr()
+    for y in ys:
+        bits |= y.data_ptr()
+    if bits & 15:
         return None
-    shapes = (x.shape, x.stride(0), x.dtype, y.shape, y.stride(0), y.dtype, rows, whole_rows, *widths)
-    arena = (data.data_ptr(), meta.data_ptr(), floats.data_ptr(), meta.stride(0), slot_elems, data.dtype, data.device)
-    return (*shapes, *arena, max_rank)
+    data, meta = arena.data, arena.meta
+    shapes = [x.shape, x.stride(0), x.dtype, rows.rows, rows.starts is None, rows.slots.numel()]
+    for y in ys:
+        shapes += [y.shape, y.stride(0), y.dtype]
+    return (*shapes, data.data_ptr(), data.dtype, data.device, meta.data_ptr(), *meta.shape, *arena[4:])
 
 
-def _run_recipe(
-    recipe: Recipe, y: Tensor, x: Tensor, row_slots: Tensor, row_starts: Tensor | None, planes: Tensor, site: int
-) -> None:
-    stream = torch.cuda.current_stream(y.device).cuda_stream
-    slots, h = row_slots.data_ptr(), planes.data_ptr()
-    starts = slots if row_starts is None else row_starts.data_ptr()
+def _run_recipe(recipe: Recipe, ys: Sequence[Tensor], x: Tensor, rows: Rows, planes: Tensor, site: int) -> None:
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    slots, h = rows.slots.data_ptr(), planes.data_ptr()
+    starts = slots if rows.starts is None else rows.starts.data_ptr()
+    pointers = [y.data_ptr() for y in ys] + [ys[0].data_ptr()] * (4 - len(ys))
     recipe.first(stream, x.data_ptr(), slots, starts, h, site)
-    recipe.second(stream, y.data_ptr(), slots, starts, h, site)
+    recipe.second(stream, *pointers, slots, starts, h, site)
 
 
 def _run(
     first: tuple[Any, ...], second: tuple[Any, ...], key: tuple[Any, ...] | None, recipes: dict[Any, Recipe]
 ) -> Recipe | None:
     launches = []
-    for kernel, grid, args, options in (first, second):
+    for which, (kernel, grid, args, options) in (("first", first), ("second", second)):
         compiled = kernel[grid](*args, **options)
-        launch = _prebuild(compiled, grid, args)
+        launch = _prebuild(compiled, grid, args, _VARYING[which])
         if launch is not None and _Prebuilding.works is None:
             _try_out(launch, args)
         if launch is not None and _Prebuilding.works:
@@ -163,7 +202,7 @@ def _run(
     return recipe
 
 
-def _prebuild(compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) -> Launch | None:
+def _prebuild(compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...], varying: int) -> Launch | None:
     """A closure over everything that does not change between calls of one shape."""
     run = getattr(compiled, "run", None)
     function = getattr(compiled, "function", None)
@@ -171,19 +210,28 @@ def _prebuild(compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...]) 
     if run is None or function is None or packed is None:
         return None
     g0, g1, g2 = grid
-    tail = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in args[_VARYING:])
+    tail = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in args[varying:])
+    if varying == 5:
 
-    def launch(stream: int, pointer: int, row_slots: int, row_starts: int, planes: int, site: int) -> None:
-        run(
-            g0, g1, g2, stream, function, packed, None, None, None, pointer, row_slots, row_starts, planes, site, *tail
-        )
+        def launch(stream: int, x: int, slots: int, starts: int, planes: int, site: int) -> None:
+            run(g0, g1, g2, stream, function, packed, None, None, None, x, slots, starts, planes, site, *tail)
+
+    else:
+
+        def launch(  # type: ignore[misc]
+            stream: int, y0: int, y1: int, y2: int, y3: int, slots: int, starts: int, planes: int, site: int
+        ) -> None:
+            run(
+                g0, g1, g2, stream, function, packed, None, None, None,
+                y0, y1, y2, y3, slots, starts, planes, site, *tail,
+            )  # fmt: skip
 
     return launch
 
 
 def _try_out(launch: Launch, args: tuple[Any, ...]) -> None:
     """Run the first kernel once more: it writes the same planes again, so nothing is lost if this works."""
-    x, row_slots, row_starts, planes, site = args[:_VARYING]
+    x, row_slots, row_starts, planes, site = args[: _VARYING["first"]]
     stream = torch.cuda.current_stream(x.device).cuda_stream
     try:
         launch(stream, x.data_ptr(), row_slots.data_ptr(), row_starts.data_ptr(), planes.data_ptr(), site)

@@ -1,9 +1,11 @@
 """What wrapped layers call: a `LinearOp` for each layer and for each group of layers that read one x, an `EmbeddingOp`
 for each embedding, and the `Workspace` of a model.
 
-Three ways to run, chosen by where the call happens:
+Four ways to run, chosen by where the call happens:
 - eager on CUDA: prebuilt launches, in place on y; no dispatcher and no allocation between;
-- inside torch.compile: the custom ops of `custom`, with the same kernels inside;
+- while a CUDA graph is captured: deltas on a stream of their own, beside the base layers, then added in place;
+- inside torch.compile: the same through the custom ops of `custom`, where the compiler fuses the addition with what
+  comes next;
 - elsewhere (no Triton, float64, y in an autograd graph): the plain torch path, which writes nothing in place.
 """
 
@@ -17,10 +19,12 @@ from torch import Tensor
 
 from ..errors import ModelError, RoutingError
 from . import custom, reference
-from .custom import HAS_TRITON, TRITON_DTYPES, parts_of, unit_stride
+from .custom import HAS_TRITON, TRITON_DTYPES, parts_of, slices_of, unit_stride
+from .segments import tile_count
 
 if HAS_TRITON:
-    from . import groups, launch
+    from . import launch
+    from .tuning import MAX_DELTA_TOKENS, is_decode
 
 MAX_SLICES = 4
 # Shapes whose launches one op keeps: prompts come in ever new lengths.
@@ -33,7 +37,7 @@ _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 class Workspace:
-    """fp32 planes between shrink and expand: one per model and device, grown when needed.
+    """What the kernels of one model share: fp32 planes between shrink and expand, grown when needed, and counters.
 
     Never shared between models: calls of one model are serialised by its lock, those of two models are not.
     A buffer that was outgrown is kept, since a captured CUDA graph may write to it; sizes double, so all the outgrown
@@ -44,6 +48,7 @@ class Workspace:
         self.planes: Tensor | None = None
         self.pointer = 0
         self.recipes: dict[Any, Any] = {}
+        self._counters: Tensor | None = None
         self._outgrown: list[Tensor] = []
 
     def reserve(self, elems: int, device: torch.device) -> Tensor:
@@ -55,6 +60,14 @@ class Workspace:
             self.planes = torch.empty(elems, dtype=torch.float32, device=device)
             self.pointer = self.planes.data_ptr()
         return self.planes
+
+    def counters(self, adapters: int, device: torch.device) -> Tensor:
+        """int32 zeros, which every kernel leaves as zeros; enough for any call over so many slots."""
+        if self._counters is None:
+            with torch.inference_mode(False):
+                size = MAX_SLICES * tile_count(MAX_DELTA_TOKENS, adapters)
+                self._counters = torch.zeros(size, dtype=torch.int32, device=device)
+        return self._counters
 
 
 class _Op:
@@ -80,10 +93,14 @@ class _Op:
         self._triton = HAS_TRITON and data.is_cuda and data.dtype in TRITON_DTYPES
         self._device = data.device.index if data.is_cuda else -1
         self._recipes: dict[Any, Any] = {}
+        self.counters = data.new_empty(0, dtype=torch.int32)
+        if self._triton:
+            self.counters = workspace.counters(meta.shape[0], data.device)
+            self._arena = launch.Arena(data, meta, floats, self.counters, slot_elems, max_rank)
         if data.is_cuda:
-            # The arena stays where it is while the model is enabled. Unsaid, CUDA graphs under torch.compile would
-            # copy all of it at each replay. (As torch._dynamo.mark_static_address, without _dynamo's slow import.)
-            for tensor in (data, meta, floats):
+            # These stay where they are while the model is enabled. Unsaid, CUDA graphs under torch.compile would copy
+            # all of the arena at each replay. (As torch._dynamo.mark_static_address, without _dynamo's slow import.)
+            for tensor in (data, meta, floats, self.counters):
                 tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
@@ -122,6 +139,14 @@ class LinearOp(_Op):
         self.in_features = in_features
         self.outputs = (self.out_features,) if outputs is None else tuple(outputs)
         self._layers = tuple(parts_of(site, self.widths, self.outputs))
+        # (output, first column) of each slice, where not every slice is a whole output
+        self._columns: tuple[tuple[int, int], ...] | None = None
+        if self.widths != self.outputs:
+            self._columns = tuple(
+                (number, sum(columns[:place]))
+                for number, (_, columns) in enumerate(self._layers)
+                for place in range(len(columns))
+            )
 
     def __call__(
         self,
@@ -137,26 +162,40 @@ class LinearOp(_Op):
         Args:
             ys: `[..., N_i]`, what the base layers returned; written in place on CUDA in eager mode.
             x: `[..., K]`, what they were given.
-            row_slots, rows, cache, row_starts: as for `reference.lora_linear`; the cache serves the plain torch path.
+            row_slots: int32, the rows' slots, or a row table (`segments`).
+            rows, cache, row_starts: as for `reference.lora_linear`; the cache serves the plain torch path.
 
         Raises:
             RoutingError: the tokens do not divide into `rows` rows.
         """
         if self._triton and not _is_compiling():
-            recipes = self._recipes.get((x.shape, rows, x.dtype, ys[0].dtype, row_starts is None))
-            if recipes is not None and self._run(recipes, ys, x, row_slots, row_starts):
+            recipe = self._recipes.get((x.shape, rows, x.dtype, ys[0].dtype, row_starts is None, row_slots.shape))
+            if recipe is not None and self._run(recipe, ys, x, row_slots, row_starts):
                 return ys
         return self.end(ys, x, self.begin(x, row_slots, rows, row_starts), row_slots, rows, cache, row_starts)
 
     def begin(self, x: Tensor, row_slots: Tensor, rows: int, row_starts: Tensor | None = None) -> Tensor | None:
         """Start on x, before the base layers run; what is returned goes to `end`.
 
-        Only where autograd is off: the base layers' outputs, which nobody has seen yet, decide about the path.
+        A compiled forward must not call this where slots may hold gains or shifts: it would leave them out.
+
+        None where there is nothing to gain: outside of compiled and captured forwards, at long prompts, and where
+        autograd is on (the base layers' outputs, which nobody has seen yet, decide about the path then).
         """
-        if not _is_compiling() or torch.is_grad_enabled():
+        if not self._triton or row_starts is not None or rows == 0 or x.numel() == 0:
             return None
-        arena = (self.data, self.meta, row_slots, rows, self.site, self.widths)
-        return custom.shrink(x, *arena, self.slot_elems, self.max_rank, row_starts)
+        n = x.numel() // self.in_features
+        if n % rows or not is_decode(n, rows) or x.dtype not in TRITON_DTYPES:
+            return None
+        if _is_compiling():
+            if torch.is_grad_enabled():
+                return None
+            arena = (self.data, self.meta, self.floats, self.counters, row_slots, rows, self.site, self.widths)
+            return custom.delta(x, *arena, self.slot_elems, self.max_rank)
+        if not torch.cuda.is_current_stream_capturing():
+            return None
+        source, row_map = unit_stride(x.reshape(n, -1)), launch.Rows(row_slots, None, rows)
+        return custom.start_delta(source, self._arena, row_map, self.site, self.widths, x.dtype)
 
     def end(
         self,
@@ -171,9 +210,12 @@ class LinearOp(_Op):
         """Add to `ys`, after the base layers ran; arguments and result as for the op itself, h from `begin`."""
         grad = any(y.requires_grad for y in ys)
         if _is_compiling() and not grad:
-            h = x.new_empty(0, dtype=torch.float32) if h is None else h
-            tensors = (self.data, self.meta, self.floats, row_slots, rows, self.site, self.widths, self.outputs)
-            custom.expand_(ys, x, h, *tensors, self.slot_elems, self.zero_off, self.max_rank, row_starts)
+            if h is not None:
+                custom.join_(h, x, ys)
+                return tuple((y + d).to(y.dtype) for y, d in zip(ys, h.split(self.outputs, -1), strict=True))
+            tensors = (self.data, self.meta, self.floats, self.counters, row_slots, rows, self.site)
+            sizes = (self.widths, self.outputs, self.slot_elems, self.zero_off, self.max_rank)
+            custom.expand_(ys, x, *tensors, *sizes, row_starts)
             return ys
         n = x.numel() // self.in_features
         if n == 0 or rows == 0:
@@ -181,49 +223,59 @@ class LinearOp(_Op):
         if n % rows:
             raise RoutingError(f"{n} tokens do not divide into {rows} rows.")
         if self._triton and not grad and all(y.dtype in TRITON_DTYPES for y in ys):
-            return self._launch(ys, x, n, row_slots, rows, row_starts)
+            return self._launch(ys, x, n, h, launch.Rows(row_slots, row_starts, rows))
         source, out = x.reshape(n, -1), []
         for y, (site, widths) in zip(ys, self._layers, strict=True):
-            arena = (self.data, self.meta, self.floats, row_slots, rows, site)
+            arena = (self.data, self.meta, self.floats, row_slots.view(-1)[:rows], rows, site)
             rest = (self.slot_elems, self.zero_off, cache, row_starts)
             out.append(reference.lora_linear(y.reshape(n, -1), source, *arena, widths, *rest).view(y.shape))
         return tuple(out)
 
-    def _launch(
-        self, ys: tuple[Tensor, ...], x: Tensor, n: int, row_slots: Tensor, rows: int, row_starts: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Ordinary launches, and recipes for the next call."""
-        targets, source = [unit_stride(y.reshape(n, -1)) for y in ys], unit_stride(x.reshape(n, -1))
+    def _launch(self, ys: tuple[Tensor, ...], x: Tensor, n: int, h: Tensor | None, row_map: Any) -> tuple[Tensor, ...]:
+        """Ordinary launches, and a recipe for the next call."""
+        targets = [unit_stride(y.reshape(n, -1)) for y in ys]
+        views, recipe = slices_of(targets, self.widths), None
         with torch.cuda.device(self._device):
-            elems = groups.plane_elems(n, rows, self.in_features, self._layers, self.max_rank, source, self.data)
-            planes = self.workspace.reserve(elems, self.data.device)
-            arena = (self.data, self.meta, self.floats, row_slots, planes, rows, self._layers)
-            recipes = groups.linear(
-                targets, source, *arena, self.slot_elems, self.max_rank, self.workspace.recipes, row_starts
-            )
+            if h is not None:
+                custom.join(h.device)
+                launch.finish(views, h, self._arena, row_map, self.site)
+            else:
+                source = unit_stride(x.reshape(n, -1))
+                dtypes = (x.dtype, ys[0].dtype)
+                call = launch.describe(n, self.in_features, self.widths, *dtypes, self._arena, row_map)
+                planes = self.workspace.reserve(launch.plane_elems(call), self.data.device)
+                recipe = launch.linear(views, source, self._arena, row_map, planes, self.site, self.workspace.recipes)
         dtype = ys[0].dtype
-        if recipes is not None and x.is_contiguous() and all(y.is_contiguous() and y.dtype is dtype for y in ys):
+        if recipe is not None and x.is_contiguous() and all(y.is_contiguous() and y.dtype is dtype for y in ys):
             if len(self._recipes) >= _MAX_RECIPES:
                 self._recipes.clear()
-            self._recipes[x.shape, rows, x.dtype, dtype, row_starts is None] = recipes
+            starts, slots = row_map.starts is None, row_map.slots.shape
+            self._recipes[x.shape, row_map.rows, x.dtype, dtype, starts, slots] = recipe
         pairs = zip(ys, targets, strict=True)
         return tuple(y if target.data_ptr() == y.data_ptr() else target.view(y.shape) for y, target in pairs)
 
     def _run(
-        self, recipes: Any, ys: tuple[Tensor, ...], x: Tensor, row_slots: Tensor, row_starts: Tensor | None
+        self, recipe: Any, ys: tuple[Tensor, ...], x: Tensor, row_slots: Tensor, row_starts: Tensor | None
     ) -> bool:
-        """Prebuilt launches; False where these tensors are not like those that the recipes were made for."""
+        """Prebuilt launches; False where these tensors are not like those that the recipe was made for."""
         dtype, source = ys[0].dtype, x.data_ptr()
-        bits = source
+        bits, pointers = source, []
         for y in ys:
             if y.requires_grad or y.dtype is not dtype or not y.is_contiguous():
                 return False
-            bits |= y.data_ptr()
+            pointers.append(y.data_ptr())
+            bits |= pointers[-1]
         if bits & 15 or not x.is_contiguous() or _current_device() != self._device:
             return False
+        if self._columns is not None:
+            size = ys[0].element_size()
+            pointers = [pointers[output] + size * column for output, column in self._columns]
+        while len(pointers) < MAX_SLICES:
+            pointers.append(pointers[0])
         stream, slots = _raw_stream(self._device), row_slots.data_ptr()
-        starts = slots if row_starts is None else row_starts.data_ptr()
-        groups.run(recipes, ys, self._layers, stream, source, slots, starts, self.workspace.pointer)
+        starts, planes = slots if row_starts is None else row_starts.data_ptr(), self.workspace.pointer
+        recipe.first(stream, source, slots, starts, planes, self.site)
+        recipe.second(stream, *pointers, slots, starts, planes, self.site)
         return True
 
 
@@ -255,8 +307,8 @@ class EmbeddingOp(_Op):
     ) -> Tensor:
         """As for `LinearOp`, with one y and the ids `[...]` for x."""
         if _is_compiling() and not y.requires_grad:
-            arena = (self.data, self.meta, self.floats, row_slots, rows, self.site)
-            custom.embedding(y, x, *arena, self.slot_elems, self.zero_off, self.max_rank, row_starts)
+            tensors = (self.data, self.meta, self.floats, self.counters, row_slots, rows, self.site)
+            custom.embedding(y, x, *tensors, self.slot_elems, self.zero_off, self.max_rank, row_starts)
             return y
         if self._triton and not _is_compiling():
             recipe = self._recipes.get((x.shape, rows, x.dtype, y.dtype, row_starts is None))
@@ -266,7 +318,7 @@ class EmbeddingOp(_Op):
                     stream, slots, planes = _raw_stream(self._device), row_slots.data_ptr(), self.workspace.pointer
                     starts = slots if row_starts is None else row_starts.data_ptr()
                     recipe.first(stream, source, slots, starts, planes, self.site)
-                    recipe.second(stream, target, slots, starts, planes, self.site)
+                    recipe.second(stream, target, target, target, target, slots, starts, planes, self.site)
                     return y
         n = x.numel()
         if n == 0 or rows == 0:
@@ -274,22 +326,19 @@ class EmbeddingOp(_Op):
         if n % rows:
             raise RoutingError(f"{n} tokens do not divide into {rows} rows.")
         if self._triton and not y.requires_grad and y.dtype in TRITON_DTYPES:
-            return self._launch(y, x, n, row_slots, rows, row_starts)
-        arena = (self.data, self.meta, self.floats, row_slots, rows, self.site)
+            return self._launch(y, x, n, launch.Rows(row_slots, row_starts, rows))
+        arena = (self.data, self.meta, self.floats, row_slots.view(-1)[:rows], rows, self.site)
         rest = (self.out_features, self.slot_elems, self.zero_off, cache, row_starts)
         return reference.lora_embedding(y.reshape(n, -1), x.reshape(n), *arena, *rest).view(y.shape)
 
-    def _launch(self, y: Tensor, x: Tensor, n: int, row_slots: Tensor, rows: int, row_starts: Tensor | None) -> Tensor:
+    def _launch(self, y: Tensor, x: Tensor, n: int, row_map: Any) -> Tensor:
         """Ordinary launches, and a recipe for the next call."""
         target, source = unit_stride(y.reshape(n, -1)), x.reshape(n).contiguous()
         with torch.cuda.device(self._device):
             planes = self.workspace.reserve(n * self.max_rank, self.data.device)
-            arena = (self.data, self.meta, self.floats, row_slots, planes, rows, self.site, self.out_features)
-            recipe = launch.embed(
-                target, source, *arena, self.slot_elems, self.max_rank, self.workspace.recipes, row_starts
-            )
+            recipe = launch.embed(target, source, self._arena, row_map, planes, self.site, self.workspace.recipes)
         if recipe is not None and x.is_contiguous() and y.is_contiguous():
             if len(self._recipes) >= _MAX_RECIPES:
                 self._recipes.clear()
-            self._recipes[x.shape, rows, x.dtype, y.dtype, row_starts is None] = recipe
+            self._recipes[x.shape, row_map.rows, x.dtype, y.dtype, row_map.starts is None] = recipe
         return y if target.data_ptr() == y.data_ptr() else target.view(y.shape)

@@ -1,4 +1,7 @@
-"""Block sizes, as data. They depend on the shape of a call and the arena's largest rank, never on who is in the batch.
+"""Which kernels serve a call, and their block sizes, as data.
+
+Both follow from the shape of a call, the arena's largest rank and its number of slots, never from who is in the batch:
+else a row's bits would depend on its neighbours.
 
 Sources: decode moves each adapter's factors once, so its sizes are chosen to have a few megabytes of 16-byte loads in
 flight over all multiprocessors; prefill moves x and y once. Figures in bytes are for an H200 (132 multiprocessors).
@@ -10,27 +13,72 @@ from dataclasses import dataclass
 
 import torch
 
-# From this many tokens a row on, tiles and tl.dot; below, one program per token.
+from .segments import tile_count
+
+# From this many tokens a row on, tiles and tl.dot; below, one program per token or per tile of rows.
 TILE_TOKENS = 16
+# Rows that share slots are served together from this many rows, and this many for each slot, on.
+SEGMENT_ROWS, SEGMENT_ROWS_A_SLOT = 8, 2
 MAX_SPLIT = 32
-# Programs that fill the machine twice over: K is split, or columns are cut finer, until there are this many.
+MAX_DELTA_TOKENS = 4096
+# Programs that fill the machine: K is split, or columns are cut finer, until there are this many.
 DECODE_PROGRAMS = 512
-PREFILL_PROGRAMS = 256
+PREFILL_PROGRAMS = 128
+# What the stages of a pipeline may take of a multiprocessor's memory.
+SHARED_BYTES = 200_000
 
 # Decode shrink by tokens in the call: (up to, bytes of a row of A that a program reads, of these at a time, warps).
-SHRINK_ROWS = ((4, 256, 256, 4), (64, 512, 512, 4), (256, 1024, 512, 4), (1 << 62, 2048, 512, 4))
+SHRINK_ROWS = ((4, 1024, 1024, 4), (256, 1024, 512, 4), (1 << 62, 2048, 512, 4))
 # Decode expand: bytes of a row of Bt that a program reads (the most that still makes DECODE_PROGRAMS), warps.
 EXPAND_ROWS = ((1024, 2), (512, 1), (256, 1), (128, 1))
+# Segments, by largest rank (up to): (elements of K for a program, at a time, stages, warps).
+SHRINK_SEGMENTS = ((32, 256, 256, 2, 4), (1 << 62, 512, 128, 3, 4))
+# Segments, by largest rank and widest slice (up to): (columns, largest rank at once, stages, warps).
+EXPAND_SEGMENTS = (
+    (32, 8192, 256, 32, 1, 4),
+    (32, 1 << 62, 128, 32, 1, 4),
+    (1 << 62, 1 << 62, 128, 32, 2, 4),
+)
 # Prefill shrink, by kind of dot: (largest tile of tokens, elements of K at a time, largest rank at once, stages,
 # warps).
-SHRINK_TILES = {"native": (32, 128, 64, 4, 4), "tf32": (32, 64, 64, 3, 4), "ieee": (32, 32, 32, 2, 4)}
-# Prefill expand: (largest tile of tokens, columns, largest rank at once, warps).
-EXPAND_TILES = {"split": (64, 128, 16, 4), "tf32": (32, 128, 16, 4), "ieee": (32, 64, 32, 4)}
+SHRINK_TILES = {"native": (64, 128, 64, 4, 4), "tf32": (32, 64, 64, 3, 4), "ieee": (32, 32, 32, 2, 4)}
+# Prefill expand: (largest tile of tokens, columns, largest rank at once, steps, stages, warps).
+EXPAND_TILES = {"split": (64, 128, 64, 8, 2, 4), "tf32": (32, 128, 16, 4, 1, 4), "ieee": (32, 64, 16, 4, 1, 4)}
+
+
+@dataclass(frozen=True)
+class Call:
+    """The shape of one call of a group of layers.
+
+    Args:
+        n, rows: tokens, in so many rows of one length.
+        k, widths: in_features, and columns of each slice.
+        max_rank, adapters: the arena's largest rank and its number of slots.
+        x, y, data: dtypes of input, output and factors.
+        capacity: of the row table, None where there are the rows' slots alone.
+        starts: whether rows may begin late.
+        pdl: whether the device knows dependent launches.
+    """
+
+    n: int
+    rows: int
+    k: int
+    widths: tuple[int, ...]
+    max_rank: int
+    adapters: int
+    x: torch.dtype
+    y: torch.dtype
+    data: torch.dtype
+    capacity: int | None = None
+    starts: bool = False
+    pdl: bool = False
 
 
 @dataclass(frozen=True)
 class ShrinkTiling:
-    tiles: bool
+    """`tiles`: tiles of rows of this call at most; `table_tiles`, `capacity`: of the row table (segments)."""
+
+    kind: str  # "rows" | "segments" | "tiles"
     split: int
     chunk: int
     block_m: int
@@ -39,49 +87,83 @@ class ShrinkTiling:
     stages: int
     warps: int
     dot: str
+    pdl: bool = False
+    tiles: int = 0
+    table_tiles: int = 0
+    capacity: int = 0
 
 
 @dataclass(frozen=True)
 class ExpandTiling:
-    tiles: bool
     block_m: int
     block_n: int
     block_r: int
     stages: int
     warps: int
     dot: str
+    steps: int = 1  # blocks of columns that one program does one after the other (tiles)
 
 
-def shrink_tiling(n: int, rows: int, k: int, max_rank: int, x: torch.dtype, data: torch.dtype) -> ShrinkTiling:
-    """Sizes of the shrink of `n` tokens in `rows` rows over K = `k`."""
-    per_row = n // rows
-    if per_row < TILE_TOKENS:
-        chunk, block_k, warps = next(row[1:] for row in SHRINK_ROWS if n <= row[0])
-        chunk, block_k = chunk // data.itemsize, block_k // data.itemsize
-        chunk = max(chunk, _round_up(-(-k // MAX_SPLIT), block_k))
-        return ShrinkTiling(False, -(-k // chunk), chunk, 1, block_k, _rank_block(max_rank, 16, 1), 1, warps, "")
-    dot = _shrink_dot(x, data)
+def kind_of(call: Call) -> str:
+    """Which pair of kernels serves a call."""
+    per_row = call.n // call.rows
+    if per_row >= TILE_TOKENS:
+        return "tiles"
+    many = MAX_DELTA_TOKENS >= call.n >= max(SEGMENT_ROWS, SEGMENT_ROWS_A_SLOT * call.adapters)
+    halves = call.x == call.data and call.data.itemsize == 2
+    if per_row == 1 and many and halves and call.capacity is not None and not call.starts:
+        return "segments"
+    return "rows"
+
+
+def is_decode(n: int, rows: int) -> bool:
+    """Whether deltas of this shape are small enough to be made beside the base layer and added later."""
+    return n // rows < TILE_TOKENS and n <= MAX_DELTA_TOKENS
+
+
+def shrink_tiling(call: Call) -> ShrinkTiling:
+    """Sizes of the shrink."""
+    kind, size = kind_of(call), call.data.itemsize
+    if kind == "rows":
+        chunk, block_k, warps = next(row[1:] for row in SHRINK_ROWS if call.n <= row[0])
+        chunk, block_k = chunk // size, block_k // size
+        chunk = max(chunk, _round_up(-(-call.k // MAX_SPLIT), block_k))
+        block_r = _rank_block(call.max_rank, 16, 1)
+        return ShrinkTiling(kind, -(-call.k // chunk), chunk, 1, block_k, block_r, 1, warps, "", call.pdl)
+    if kind == "segments":
+        assert call.capacity is not None
+        chunk, block_k, stages, warps = next(row[1:] for row in SHRINK_SEGMENTS if call.max_rank <= row[0])
+        chunk = max(chunk, _round_up(-(-call.k // MAX_SPLIT), block_k))
+        tiles = (tile_count(call.n, call.adapters), tile_count(call.capacity, call.adapters), call.capacity)
+        split, block_r = -(-call.k // chunk), _rank_block(call.max_rank, 64, 16)
+        return ShrinkTiling(kind, split, chunk, 1, block_k, block_r, stages, warps, "native", call.pdl, *tiles)
+    dot, per_row = _shrink_dot(call.x, call.data), call.n // call.rows
     block_m, block_k, block_r, stages, warps = SHRINK_TILES[dot]
-    block_m = min(block_m, _power_of_2(per_row))
-    programs = rows * -(-per_row // block_m)
+    block_m, block_r = min(block_m, _power_of_2(per_row)), _rank_block(call.max_rank, block_r, 16)
+    while stages * block_k * (block_m + block_r * len(call.widths)) * size > SHARED_BYTES and block_k > 32:
+        block_k //= 2
+    programs = call.rows * -(-per_row // block_m)
     split = min(8, -(-PREFILL_PROGRAMS // programs))
-    chunk = _round_up(-(-k // split), block_k)
-    return ShrinkTiling(
-        True, -(-k // chunk), chunk, block_m, block_k, _rank_block(max_rank, block_r, 16), stages, warps, dot
-    )
+    chunk = _round_up(-(-call.k // split), block_k)
+    return ShrinkTiling(kind, -(-call.k // chunk), chunk, block_m, block_k, block_r, stages, warps, dot)
 
 
-def expand_tiling(n: int, rows: int, width: int, max_rank: int, y: torch.dtype, data: torch.dtype) -> ExpandTiling:
-    """Sizes of the expand of `n` tokens in `rows` rows into slices of at most `width` columns."""
-    per_row = n // rows
-    if per_row < TILE_TOKENS:
-        sizes = [(size // data.itemsize, warps) for size, warps in EXPAND_ROWS]
+def expand_tiling(call: Call) -> ExpandTiling:
+    """Sizes of the expand that goes with it."""
+    kind, n = kind_of(call), call.n
+    if kind == "rows":
+        sizes = [(size // call.data.itemsize, warps) for size, warps in EXPAND_ROWS]
+        width = max(call.widths)
         block_n, warps = next((s for s in sizes if n * -(-width // s[0]) >= DECODE_PROGRAMS), sizes[-1])
-        return ExpandTiling(False, 1, block_n, _rank_block(max_rank, 16, 1), 1, warps, "")
-    dot = _expand_dot(y, data)
-    block_m, block_n, block_r, warps = EXPAND_TILES[dot]
-    block_m = min(block_m, _power_of_2(per_row))
-    return ExpandTiling(True, block_m, block_n, _rank_block(max_rank, block_r, 16), 1, warps, dot)
+        return ExpandTiling(1, block_n, _rank_block(call.max_rank, 16, 1), 1, warps, "")
+    dot = _expand_dot(call.y, call.data)
+    if kind == "segments":
+        width, rank = max(call.widths), call.max_rank
+        block_n, block_r, stages, warps = next(x[2:] for x in EXPAND_SEGMENTS if rank <= x[0] and width <= x[1])
+        return ExpandTiling(1, block_n, _rank_block(call.max_rank, block_r, 16), stages, warps, dot)
+    block_m, block_n, block_r, steps, stages, warps = EXPAND_TILES[dot]
+    block_m = min(block_m, _power_of_2(n // call.rows))
+    return ExpandTiling(block_m, block_n, _rank_block(call.max_rank, block_r, 16), stages, warps, dot, steps)
 
 
 def _shrink_dot(x: torch.dtype, data: torch.dtype) -> str:

@@ -94,7 +94,7 @@ class LoraLinear(LoraLayer):
         rows = routing.compiled_rows(x.shape, x.dim() == 2, self._path)
         if group is not None and (group.trusted or group.proven) and not (args or kwargs):
             return group.trace(self._place, x, routing.static, rows)
-        h = self._op.begin(x, routing.static, rows)
+        h = None if routing.vectors else self._op.begin(x, routing.static, rows)
         return self._op.end((self.base_layer.forward(x, *args, **kwargs),), x, h, routing.static, rows)[0]
 
     def _run(self, y: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:

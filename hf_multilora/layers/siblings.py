@@ -141,7 +141,7 @@ class Group:
 
     def trace(self, place: int, x: torch.Tensor, row_slots: torch.Tensor, rows: int) -> torch.Tensor:
         """The same in a compiled forward, where nothing else is stashed."""
-        h = self.op.begin(x, row_slots, rows)
+        h = None if self.routing.vectors else self.op.begin(x, row_slots, rows)
         ys = self.op.end(tuple([base.forward(x) for base in self.bases]), x, h, row_slots, rows)
         waiting: list[torch.Tensor | None] = list(ys)
         waiting[place] = None

@@ -36,6 +36,7 @@ class Arena:
         tail: the zeros at the end; at least `layout.max_dim` elements.
         zero_off: index in `data` of the first element of the zeros.
         slot_elems: elements of one slot.
+        vectors: whether an adapter with gains or shifts has ever been in a slot.
 
     Raises:
         ConfigError: `slot_bytes` does not even hold the header.
@@ -53,6 +54,7 @@ class Arena:
     ) -> None:
         self.layout = layout
         self.max_loras = max_loras
+        self.vectors = False
         self._allocate(align(slot_bytes, SLOT_ALIGN), torch.device(device), dtype)
 
     def _allocate(self, slot_bytes: int, device: torch.device, dtype: torch.dtype) -> None:

@@ -60,6 +60,11 @@ class PackedAdapter:
         gain, shift = (floats[at : at + width] if at else None for at in self.header()[site, 3:].tolist())
         return gain, shift
 
+    @property
+    def has_vectors(self) -> bool:
+        """Whether any site has a gain or a shift."""
+        return bool(self.header()[:, 3:].any())
+
     def view(self, saved: SavedTensor) -> torch.Tensor:
         """A saved tensor, as a view of the block."""
         return saved.view(self.block)

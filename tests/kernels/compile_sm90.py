@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_multilora.kernels import embedding, expand, shrink
-from hf_multilora.kernels.tuning import expand_tiling, shrink_tiling
+from hf_multilora.kernels.tuning import Call, expand_tiling, shrink_tiling
 
 TYPES = {
     torch.float32: "fp32",
@@ -32,7 +32,7 @@ TYPES = {
 }
 
 
-def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, int]) -> Any:
+def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """What the jit would do at a launch with these arguments, tensors being aligned to 16 bytes."""
     signature, constants, attrs = {}, {}, {}
     for param, arg in zip(kernel.params, args, strict=True):
@@ -52,49 +52,79 @@ def compile_launch(kernel: Any, args: tuple[Any, ...], options: dict[str, int]) 
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def cases() -> Any:
-    """(label, launch) for decode and prefill, dtypes, odd widths, slices."""
-
-    def empty(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    """(label, launch) for decode and prefill, dtypes, odd widths, groups of layers, rows that share slots."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     shapes = [
         (1, 1, 4096, (4096,), 16, bf16, bf16),
-        (32, 1, 4096, (4096,), 16, bf16, bf16),
+        (32, 1, 4096, (4096, 1024, 1024), 16, bf16, bf16),
         (32, 1, 4096, (1024,), 16, bf16, bf16),
-        (32, 1, 4096, (14336,), 64, bf16, bf16),
+        (32, 1, 4096, (14336, 14336), 64, bf16, bf16),
         (32, 1, 14336, (4096,), 64, bf16, bf16),
         (32, 1, 3072, (3072, 1024, 1024), 16, fp16, fp16),
         (32, 1, 33, (29,), 3, fp32, fp32),
         (8, 4, 4096, (4096,), 16, fp32, bf16),
         (16, 256, 4096, (4096,), 16, bf16, bf16),
+        (16, 512, 4096, (4096, 1024, 1024), 16, bf16, bf16),
         (16, 512, 14336, (14336,), 64, bf16, bf16),
+        (16, 512, 4096, (14336, 14336), 64, bf16, bf16),
         (16, 256, 4096, (4096, 1024), 16, fp16, fp16),
         (16, 256, 4096, (1024,), 64, fp32, fp32),
         (16, 256, 4096, (1024,), 64, fp16, bf16),
         (16, 256, 4096, (1024,), 128, fp32, bf16),
         (4, 40, 33, (29, 31), 3, bf16, bf16),
     ]
-    with_starts = [shapes[1], shapes[7], shapes[8], shapes[11]]
-    for number, shape in enumerate([*shapes, *with_starts]):
-        rows, per_row, k, widths, rank, act, lora = shape
-        starts = number >= len(shapes)
-        n = rows * per_row
-        x, y = empty(act, n, k), empty(act, n, sum(widths))
-        data, meta = empty(lora, 1 << 20), empty(torch.int64, 8, 1 << 10)
-        first = shrink_tiling(n, rows, k, rank, act, lora)
-        second = expand_tiling(n, rows, max(widths), rank, act, lora)
-        slots, floats = empty(torch.int32, rows), empty(fp32, 1 << 20)
-        common = (slots, slots if starts else None, empty(fp32, 1 << 20), data, meta, rows, 5)
-        label = f"rows={rows} tokens={per_row} K={k} N={widths} r={rank} {TYPES[act]} {TYPES[lora]}"
-        label += " starts" if starts else ""
-        yield label, shrink.prepare(x, *common, len(widths), 1 << 20, rank, first)
-        yield label, expand.prepare(y, *common, floats, widths, 1 << 20, rank, first.split, second)
-    ids = empty(torch.int64, 4096)
-    for row_starts in (None, slots):
-        common = (slots, row_starts, empty(fp32, 1 << 20), empty(bf16, 1 << 20), meta, 16, 5)
+    for shape in shapes:
+        yield from launches(*shape)
+    for number in (1, 7, 8, 13):
+        yield from launches(*shapes[number], starts=True)
+    for rows, k, widths, rank in (
+        (32, 4096, (4096, 1024, 1024), 16),
+        (32, 14336, (4096,), 64),
+        (128, 4096, (14336, 14336), 16),
+        (128, 4096, (14336, 14336), 64),
+        (128, 4096, (4096,), 128),
+    ):
+        yield from launches(rows, 1, k, widths, rank, bf16, bf16, adapters=8, table=True)
+    yield from launches(64, 1, 3072, (3072, 1024, 1024), 16, fp16, fp16, adapters=8, table=True)
+    ids, meta = empty(torch.int64, 4096), empty(torch.int64, 8, 1 << 10)
+    for row_starts in (None, empty(torch.int32, 16)):
+        common = (empty(torch.int32, 16), row_starts, empty(fp32, 1 << 20), empty(bf16, 1 << 20), meta, 16, 5)
         yield "ids=4096 r=64 bf16", embedding.prepare(ids, *common, 1 << 20, 64)
+
+
+def launches(
+    rows: int,
+    per_row: int,
+    k: int,
+    widths: tuple[int, ...],
+    rank: int,
+    act: torch.dtype,
+    lora: torch.dtype,
+    starts: bool = False,
+    adapters: int = 32,
+    table: bool = False,
+) -> Any:
+    """Shrink and expand of one call, and at decode the delta and the finish, too."""
+    n, slots, planes = rows * per_row, empty(torch.int32, rows), empty(torch.float32, 1 << 20)
+    x, ys = empty(act, n, k), [empty(act, n, width) for width in widths]
+    data, meta, floats = empty(lora, 1 << 20), empty(torch.int64, adapters, 1 << 10), empty(torch.float32, 1 << 20)
+    call = Call(n, rows, k, widths, rank, adapters, act, act, lora, rows if table else None, starts, True)
+    first, second = shrink_tiling(call), expand_tiling(call)
+    common = (slots, slots if starts else None, planes, data, meta)
+    label = f"rows={rows} tokens={per_row} K={k} N={widths} r={rank} {TYPES[act]} {TYPES[lora]}"
+    label += " starts" * starts + " table" * table
+    yield label, shrink.prepare(x, *common, slots, rows, 5, len(widths), 1 << 20, rank, first)
+    tail = (rows, 5, floats, 1 << 20, rank, first, second)
+    yield label, expand.prepare(ys, *common, *tail)
+    if first.kind != "tiles" and not starts:
+        d = empty(torch.float32, n, sum(widths))
+        yield label + " delta", expand.prepare(d.split(widths, 1), *common, *tail, True)
+        yield label, expand.prepare_finish(ys, slots, d, data, meta, rows, 5, floats, 1 << 20)
 
 
 def resources(compiled: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from kernel_bed import DTYPES, POPULARITY, RANKS_WITH_VECTORS, TOLERANCE, Bed, d
 
 from hf_multilora.kernels.ops import EmbeddingOp, LinearOp, Workspace
 from hf_multilora.kernels.reference import META
+from hf_multilora.kernels.segments import row_table
 
 pytestmark = pytest.mark.gpu
 
@@ -153,6 +154,94 @@ def test_neighbours_change_no_bit(dtype: torch.dtype, tokens: int, embedding: bo
         span = slice(keep * tokens, (keep + 1) * tokens)
         y2[span], x2[span] = y[span], x[span]
         assert same_bits(op(y2, x2, on_device(slots), rows)[span], reference[span])
+
+
+def on_table(slots: list[int], bed: Bed) -> torch.Tensor:
+    return torch.tensor([row_table(slots, bed.meta.shape[0])], dtype=torch.int32, device="cuda")
+
+
+def captured(op: LinearOp, ys: tuple, x: torch.Tensor, row_slots: torch.Tensor, rows: int, base: tuple):
+    """(graph, outputs): the deltas beside a copy of `base`, then added in place; run once to compile the kernels."""
+    outs = tuple(y.clone() for y in ys)
+
+    def run() -> None:
+        h = op.begin(x, row_slots, rows)
+        for out, y in zip(outs, base, strict=True):
+            out.copy_(y)
+        assert op.end(outs, x, h, row_slots, rows)[0] is outs[0]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph, outs
+
+
+@pytest.mark.parametrize("rows", [3, 12, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_in_place_and_beside_the_base(dtype: torch.dtype, rows: int) -> None:
+    """Three layers that read one x, the last one fused of two slices; every mix, by one graph and by launches."""
+    widths, outputs = (512, 136, 72, 48), (512, 136, 120)
+    ranks = [[16, 8, 0, 3], [33, 64, 5, 5], [0, 0, 0, 0], [4, 4, 4, 4]]
+    bed = Bed(ranks, 1040, widths, dtype, vectors=True, device="cuda")
+    arena = (bed.data, bed.meta, bed.floats, bed.slot_elems, bed.zero_off, bed.site)
+    op = LinearOp(*arena, 1040, widths, 64, Workspace(), outputs)
+    y, x = bed.inputs(rows, dtype, device="cuda")
+    base = tuple(part.contiguous() for part in y.split(outputs, 1))
+    row_slots = on_table([0] * rows, bed)
+    graph, outs = captured(op, base, x, row_slots, rows, base)
+    for seed, popularity in enumerate(POPULARITY):
+        slots = draw_slots(popularity, rows, 4, seed)
+        row_slots.copy_(on_table(slots, bed))
+        for _ in range(2):
+            placed = tuple(part.clone() for part in base)
+            op(placed, x, row_slots, rows)
+            bed.check(torch.cat(placed, 1), y, x, slots)
+            graph.replay()
+            bed.check(torch.cat(outs, 1), y, x, slots)
+            assert all(same_bits(a, b) for a, b in zip(placed, outs, strict=True)), f"{popularity}: bits differ"
+    assert op._recipes and not op.counters.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_neighbours_in_segments_change_no_bit(dtype: torch.dtype) -> None:
+    bed = Bed([[16], [3], [64], [0]], 1040, [520], dtype, vectors=True, device="cuda")
+    op, rows = make_op(bed, 64), 48
+    y, x = bed.inputs(rows, dtype, device="cuda")
+    wanted = {slot: op(y.clone(), x, on_table([slot] * rows, bed), rows) for slot in range(-1, 4)}
+    for seed in range(24):
+        slots = draw_slots(POPULARITY[seed % len(POPULARITY)], rows, 4, seed)
+        got = op(y.clone(), x, on_table(slots, bed), rows)
+        for row, slot in enumerate(slots):
+            assert same_bits(got[row], wanted[slot][row]), (seed, row, slot)
+    bed.poison(1)
+    got = op(y.clone(), x, on_table(slots, bed), rows)
+    assert all(same_bits(got[row], wanted[slot][row]) for row, slot in enumerate(slots) if slot != 1)
+
+
+@pytest.mark.parametrize("rows", [4, 40])
+def test_a_long_chain_of_dependent_launches(rows: int) -> None:
+    """Each layer reads what the one before wrote; a race would show as other bits in some of the runs."""
+    bed = Bed([[16], [64], [5]], 512, [512], torch.bfloat16, device="cuda")
+    ops, (_, x) = [make_op(bed) for _ in range(24)], bed.inputs(rows, torch.bfloat16, device="cuda")
+    for op in ops[1:]:
+        op.workspace, op.counters, op._arena = ops[0].workspace, ops[0].counters, ops[0]._arena
+    row_slots = on_table([row % 4 - 1 for row in range(rows)], bed)
+
+    def chain() -> torch.Tensor:
+        at = x
+        for op in ops:
+            at = torch.nn.functional.rms_norm(op(at.clone(), at, row_slots, rows), (512,))
+        return at
+
+    want = chain()
+    torch.cuda.synchronize()
+    for _ in range(30):
+        assert same_bits(chain(), want)
 
 
 @pytest.mark.parametrize("tokens", [1, 16])

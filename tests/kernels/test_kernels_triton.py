@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from kernel_bed import DTYPES, POPULARITY, RANKS_WITH_VECTORS, TOLERANCE, Bed, d
 
 triton = pytest.importorskip("triton")
 
-from hf_multilora.kernels import launch, tuning  # noqa: E402
+from hf_multilora.kernels import launch, segments, tuning  # noqa: E402
 
 OLD_INTERPRETER = triton.__version__ < "3.7" and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0"
 pytestmark = [
@@ -40,24 +41,38 @@ def run(
     slots: list[int],
     max_rank: int | None = None,
     starts: list[int] | None = None,
+    table: list[int] | None = None,
+    beside: bool = False,
 ) -> torch.Tensor:
-    """The kernels on a copy of y, with planes full of NaN: what shrink did not write, expand must not read."""
-    max_rank = max_rank or bed.max_rank
+    """The kernels on a copy of y, with planes full of NaN: what shrink did not write, expand must not read.
+
+    Args:
+        table: a row table to use instead of the slots alone.
+        beside: make the deltas in a buffer of their own, and add them afterwards.
+    """
     rows, n = len(slots), y.shape[0]
-    row_slots = torch.tensor(slots + [7, 7], dtype=torch.int32)
+    row_slots = torch.tensor(slots + [7, 7] if table is None else [table], dtype=torch.int32)
     row_starts = None if starts is None else torch.tensor(starts + [0, 0], dtype=torch.int32)
+    counters = torch.zeros(256, dtype=torch.int32)
+    arena = launch.Arena(bed.data, bed.meta, bed.floats, counters, bed.slot_elems, max_rank or bed.max_rank)
+    row_map = launch.Rows(row_slots, row_starts, rows)
     out = y.clone()
-    recipes: dict = {}
-    arena = (bed.data, bed.meta, bed.floats, row_slots)
     if bed.embedding:
-        planes = torch.full((n * max_rank,), float("nan"))
-        tail = (rows, bed.site, bed.widths[0], bed.slot_elems, max_rank, recipes, row_starts)
-        launch.embed(out, x, *arena, planes, *tail)
+        planes = torch.full((n * arena.max_rank,), float("nan"))
+        launch.embed(out, x, arena, row_map, planes, bed.site, {})
         return out
-    elems = launch.plane_elems(n, rows, bed.in_features, len(bed.widths), max_rank, x.dtype, bed.dtype)
-    planes = torch.full((elems,), float("nan"))
-    tail = (rows, bed.site, bed.widths, bed.slot_elems, max_rank, recipes, row_starts)
-    launch.linear(out, x, *arena, planes, *tail)
+    call = launch.describe(n, bed.in_features, bed.widths, x.dtype, y.dtype, arena, row_map)
+    planes = torch.full((launch.plane_elems(call),), float("nan"))
+    views = list(out.split(bed.widths, 1))
+    if beside:
+        d = torch.full((n, sum(bed.widths)), float("nan"))
+        launch.delta(d, bed.widths, x, y.dtype, arena, row_map, planes, bed.site)
+        added = (y + d).to(y.dtype)
+        launch.finish(views, d, arena, row_map, bed.site)
+        assert bed.gain or bed.shift or same_bits(added, out), "compiled forwards add, and get the same"
+    else:
+        launch.linear(views, x, arena, row_map, planes, bed.site, {})
+    assert not counters.any(), "counters are 0 between launches"
     return out
 
 
@@ -174,10 +189,92 @@ def test_strided_inputs() -> None:
     before = wide_y.clone()
     row_slots = torch.tensor([1, 0], dtype=torch.int32)
     planes = torch.full((1024,), float("nan"))
-    arena = (bed.data, bed.meta, bed.floats, row_slots, planes, 2, bed.site, bed.widths, bed.slot_elems, 16, {})
-    launch.linear(wide_y[:, 16:48], wide_x[:, 3:35], *arena)
+    arena = launch.Arena(bed.data, bed.meta, bed.floats, row_slots, bed.slot_elems, 16)
+    rows = launch.Rows(row_slots, None, 2)
+    launch.linear([wide_y[:, 16:48]], wide_x[:, 3:35], arena, rows, planes, bed.site, {})
     bed.check(wide_y[:, 16:48].contiguous(), y, x, [1, 0])
     assert same_bits(wide_y[:, :16], before[:, :16]) and same_bits(wide_y[:, 48:], before[:, 48:])
+
+
+def with_table(bed: Bed, y: torch.Tensor, x: torch.Tensor, slots: list[int], room: int = 0, **options) -> torch.Tensor:
+    """As `run`, from a row table that has room for `room` rows more."""
+    adapters, capacity = bed.meta.shape[0], len(slots) + room
+    own = segments.row_table(slots, adapters)
+    if room:
+        tiles, wide = (segments.tile_count(rows, adapters) for rows in (len(slots), capacity))
+        table = [-7] * segments.table_size(capacity, adapters)
+        table[: len(slots)] = slots
+        table[capacity : capacity + wide] = own[len(slots) : len(slots) + tiles] + [-1] * (wide - tiles)
+        tile_rows = own[len(slots) + tiles :]
+        table[capacity + wide :] = tile_rows + [-1] * (16 * wide - len(tile_rows))
+        own = table
+    return run(bed, y, x, slots, table=own, **options)
+
+
+@pytest.mark.parametrize("popularity", POPULARITY)
+@pytest.mark.parametrize("rows", [8, 20, 40])
+@pytest.mark.parametrize("room", [0, 5])
+def test_segments(popularity: str, rows: int, room: int) -> None:
+    """Rows that share a slot are served together; the interpreter has no bf16 dot, the device tests it."""
+    bed = Bed([[16], [3], [33], [0]], 600, [150], torch.float16, vectors=popularity == "uniform")
+    slots = draw_slots(popularity, rows, 4)
+    y, x = bed.inputs(rows, torch.float16)
+    bed.check(with_table(bed, y, x, slots, room), y, x, slots)
+    bed.check(with_table(bed, y, x, slots, room, beside=True), y, x, slots)
+
+
+def test_the_shape_decides_about_segments() -> None:
+    bed = Bed([[4]] * 4, 32, [48], torch.float16)
+    arena = launch.Arena(bed.data, bed.meta, bed.floats, bed.meta, bed.slot_elems, 4)
+
+    def kind(rows: int, table: bool = True, **changes: object) -> str:
+        values = [segments.row_table([0] * rows, 4)] if table else [0] * rows
+        row_map = launch.Rows(torch.tensor(values, dtype=torch.int32), None, rows)
+        call = launch.describe(rows, 32, [48], torch.float16, torch.float16, arena, row_map)
+        return tuning.kind_of(dataclasses.replace(call, **changes))
+
+    assert [kind(rows) for rows in (1, 7, 8, 64)] == ["rows", "rows", "segments", "segments"]
+    assert kind(64, table=False) == kind(64, starts=True) == kind(64, x=torch.float32) == "rows"
+    assert kind(64, adapters=33) == kind(64, n=128) == "rows" and kind(64, n=16 * 64) == "tiles"
+
+
+@pytest.mark.parametrize("widths", [[40, 24], [64, 16, 16], [5, 4, 3, 2]])
+@pytest.mark.parametrize("shared_a", [False, True])
+def test_segments_of_groups(widths: list[int], shared_a: bool) -> None:
+    ranks = [[4] * 4, [8, 0, 8, 8], [0] * 4] if shared_a else [[4, 0, 9, 1], [8, 1, 3, 0], [0] * 4]
+    bed = Bed([r[: len(widths)] for r in ranks], 24, widths, torch.float16, shared_a=shared_a, vectors=True)
+    slots = [0, 1, 2, -1] * 5
+    y, x = bed.inputs(20, torch.float16)
+    bed.check(with_table(bed, y, x, slots), y, x, slots)
+    bed.check(with_table(bed, y, x, slots, beside=True), y, x, slots)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("vectors", [False, True])
+def test_deltas_beside_the_base_layer(tokens: int, vectors: bool) -> None:
+    """Made in a buffer of their own and added later, they give the bits of the kernel that writes in place."""
+    ranks = [[16, 3], [0, 8], [5, 0], [0, 0]]
+    bed = Bed(ranks, 96, [40, 72], torch.float32, vectors=vectors)
+    slots = [0, 3, 1, -1, 2]
+    y, x = bed.inputs(5 * tokens, torch.float32)
+    y[0, 0] = y[3 * tokens, 0] = -0.0
+    got = run(bed, y, x, slots, beside=True)
+    bed.check(got, y, x, slots)
+    assert same_bits(got, run(bed, y, x, slots))
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data(), rows=st.integers(8, 24))
+def test_neighbours_in_segments_change_no_bit(data: st.DataObject, rows: int) -> None:
+    bed = Bed([[16], [3], [33], [0]], 300, [40], torch.float16, vectors=True)
+    draw = st.lists(st.integers(-1, 3), min_size=rows, max_size=rows)
+    first, second = data.draw(draw), data.draw(draw)
+    row, other = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, rows - 1))
+    second[other] = first[row]
+    y, x = bed.inputs(rows, torch.float16)
+    y2, x2 = bed.inputs(rows, torch.float16, seed=2)
+    y2[other], x2[other] = y[row], x[row]
+    assert same_bits(with_table(bed, y, x, first)[row], with_table(bed, y2, x2, second)[other])
 
 
 @settings(max_examples=25, deadline=None)
@@ -257,26 +354,29 @@ def test_prebuilt_launches_pass_what_ordinary_ones_do(monkeypatch: pytest.Monkey
     def call(site: int, seed: int, starts: bool = False) -> tuple[launch.Recipe | None, tuple]:
         y, x = bed.inputs(2, torch.float32, seed=seed)
         row_slots = torch.tensor([0, 1], dtype=torch.int32)
-        planes = torch.empty(launch.plane_elems(2, 2, 32, 1, 16, x.dtype, bed.dtype))
-        arena = (bed.data, bed.meta, bed.floats, row_slots, planes, 2, site, bed.widths, bed.slot_elems, 16, recipes)
+        planes = torch.empty(1024)
+        arena = launch.Arena(bed.data, bed.meta, bed.floats, bed.meta, bed.slot_elems, 16)
         row_starts = torch.tensor([0, 1], dtype=torch.int32) if starts else None
-        return launch.linear(y, x, *arena, row_starts), (y, x, row_slots, row_starts, planes)
+        rows = launch.Rows(row_slots, row_starts, 2)
+        return launch.linear([y], x, arena, rows, planes, site, recipes), (y, x, row_slots, row_starts, planes)
 
     recipe, keep = call(site=2, seed=1)
     assert recipe is not None and not compiled.calls and len(recipes) == 1
     again, other = call(site=5, seed=2)
     assert again is recipe and len(prepared) == 2, "the second call is prebuilt"
-    for (grid, arguments), got, first in zip(prepared, compiled.calls, (other[1], other[0]), strict=True):
-        fixed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments[5:]]
+    leading = ([other[1].data_ptr()], [other[0].data_ptr()] * 4)
+    for (grid, arguments), got, first in zip(prepared, compiled.calls, leading, strict=True):
+        fixed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments[len(first) + 4 :]]
         slots = other[2].data_ptr()
-        varying = [first.data_ptr(), slots, slots, other[4].data_ptr(), 5]
+        varying = [*first, slots, slots, other[4].data_ptr(), 5]
         assert list(got) == [*grid, 99, 11, (4, 1, 0), None, None, None, *varying, *fixed]
     compiled.calls.clear()
     with_starts, _ = call(site=2, seed=1, starts=True)
     assert with_starts is not recipe and not compiled.calls and len(recipes) == 2
     again, other = call(site=2, seed=2, starts=True)
     assert again is with_starts and len(prepared) == 4
-    assert all(got[10:12] == (other[2].data_ptr(), other[3].data_ptr()) for got in compiled.calls)
+    for got, at in zip(compiled.calls, (10, 13), strict=True):
+        assert got[at : at + 2] == (other[2].data_ptr(), other[3].data_ptr())
     del keep
 
 
@@ -287,6 +387,6 @@ def test_an_unknown_launcher_is_said_once(monkeypatch: pytest.MonkeyPatch, caplo
     y, x = bed.inputs(1, torch.float32)
     row_slots, planes = torch.zeros(1, dtype=torch.int32), torch.empty(1024)
     for _ in range(2):
-        arena = (bed.data, bed.meta, bed.floats, row_slots, planes, 1, bed.site, bed.widths, bed.slot_elems, 16, {})
-        assert launch.linear(y, x, *arena) is None
+        arena = launch.Arena(bed.data, bed.meta, bed.floats, row_slots, bed.slot_elems, 16)
+        assert launch.linear([y], x, arena, launch.Rows(row_slots, None, 1), planes, bed.site, {}) is None
     assert len(caplog.records) == 1 and "exactly 9 arguments" in caplog.text
