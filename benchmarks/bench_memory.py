@@ -1,13 +1,18 @@
-"""Slots and host memory: one adapter's copy into a slot, its load from a warm file, and more adapters than slots.
+"""Slots and host memory: one adapter's copy into a slot, loads from files, and more adapters than slots.
 
 python benchmarks/bench_memory.py
+python benchmarks/bench_memory.py --only load many
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +30,9 @@ from workload import (
     scratch,
 )
 
-from hf_multilora import enable_multilora
+from hf_multilora import disable_multilora, enable_multilora
+from hf_multilora.adapters.load import load_plan
+from hf_multilora.generation.waves import Following
 
 SLOTS = 8
 COPY_GOAL_MS = 1.7  # 84 MB over a bus of 55 GB/s needs 1.52
@@ -119,7 +126,7 @@ def bench_load(results: Results, args: Any, model: Any, folder: Path, size: int)
     fresh = [milliseconds(lambda n=f"fresh{i}": handle.load(str(folder), n), "cpu") for i in range(5)]
     for i in range(5):
         handle.unload(f"fresh{i}")
-    for _ in range(5):
+    for _ in range(max(5, args.reps)):
         plain.append(milliseconds(lambda: read_pinned(path, target), "cpu"))
         again.append(milliseconds(lambda: handle.load(str(folder), "again"), "cpu"))
         handle.unload("again")
@@ -132,6 +139,158 @@ def bench_load(results: Results, args: Any, model: Any, folder: Path, size: int)
         middle = statistics.median(times)
         results.add(what, middle, "ms", goal=goal, ratio=middle / base, ratio_goal=ratio_goal, all=times)
     results.add("largest of the loads", max(fresh + again), "ms")
+    plans, packs = [], []
+    for _ in range(max(5, args.reps)):
+        began = time.perf_counter()
+        with load_plan(str(folder), handle._survey.table, max_lora_rank=args.rank) as plan:
+            plans.append((time.perf_counter() - began) * 1e3)
+            packs.append(milliseconds(lambda p=plan: handle.store.pack(p.factors), "cpu"))
+    results.add("of a load: names, shapes, config checked", statistics.median(plans), "ms", all=plans)
+    results.add("of a load: read, scaled, turned, page-locked", statistics.median(packs), "ms", all=packs)
+
+
+def drop_cached(path: Path) -> bool:
+    """Ask the system to forget the file's pages; whether it did, as far as that can be seen."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        try:
+            for part in (1, 2, 3):
+                os.preadv(file.fileno(), [bytearray(1)], path.stat().st_size * part // 4, os.RWF_NOWAIT)
+        except BlockingIOError:
+            return True
+        except OSError:  # a file system that cannot say
+            return False
+    return False
+
+
+def bench_cold(results: Results, args: Any, model: Any, tensors: Any, config: Any) -> None:
+    """The same from a file that is not in the page cache, on the disk of the folder for temporary files."""
+    if not hasattr(os, "posix_fadvise") or not hasattr(os, "RWF_NOWAIT"):
+        print("cold loads: this system cannot drop a file from its page cache", flush=True)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = save_adapter(Path(name) / "adapter", tensors, config)
+        path = folder / "adapter_model.safetensors"
+        target = torch.empty(path.stat().st_size, dtype=torch.uint8, pin_memory=args.device.startswith("cuda"))
+        plain, cold = [], []
+        for _ in range(5):
+            for times, read in (
+                (plain, lambda: read_pinned(path, target)),
+                (cold, lambda: model.multilora.load(str(folder), "cold")),
+            ):
+                if not drop_cached(path):
+                    print("cold loads: the file stays in the page cache here", flush=True)
+                    return
+                times.append(milliseconds(read, "cpu"))
+            model.multilora.unload("cold")
+    results.add("plain read of a cold file into pinned memory", statistics.median(plain), "ms", all=plain)
+    results.add("load from a cold file", statistics.median(cold), "ms", ratio=median_ratio(cold, plain), all=cold)
+
+
+def bench_many(results: Results, args: Any, model: Any, folders: list[Path]) -> None:
+    """Eight warm files, one load() after the other and by load_many."""
+    handle, count = model.multilora, 8
+    sources = {f"many{i}": str(folders[i % len(folders)]) for i in range(count)}
+
+    def one_by_one() -> float:
+        def load() -> None:
+            for name, source in sources.items():
+                handle.load(source, name)
+
+        return unloaded(milliseconds(load, "cpu"))
+
+    def together() -> float:
+        return unloaded(milliseconds(lambda: handle.load_many(sources), "cpu"))
+
+    def unloaded(time_ms: float) -> float:
+        for name in sources:
+            handle.unload(name)
+        return time_ms
+
+    one_by_one(), together()
+    values = alternate({"one": one_by_one, "many": together}, min(5, args.reps), time.monotonic() + args.budget_s)
+    alone = values["one"]
+    results.add(f"{count} warm files, one load after the other", statistics.median(alone), "ms", all=alone)
+    results.add(
+        f"{count} warm files, load_many",
+        statistics.median(values["many"]),
+        "ms",
+        ratio=median_ratio(values["many"], alone),
+        all=values["many"],
+    )
+
+
+@contextlib.contextmanager
+def not_ahead() -> Iterator[None]:
+    """Waves that begin to read and copy what they need when it is their turn."""
+    begin = Following.begin
+    Following.begin = lambda self, rows: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Following.begin = begin  # type: ignore[method-assign]
+
+
+def bench_ahead(results: Results, args: Any, model: Any, folders: list[Path], deadline: float) -> None:
+    """Slots: 16 adapters, 4 a call, over 8 slots. Host memory: two waves of 8 adapters where 8 blocks are kept."""
+    tokens, group = 16, SLOTS // 2
+    disable_multilora(model)
+    enable_multilora(model, max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=2 * SLOTS)
+    names = [f"f{i}" for i in range(2 * SLOTS)]
+    sources = {name: str(folders[i % len(folders)]) for i, name in enumerate(names)}
+
+    def generate(ids: list[str]) -> torch.Tensor:
+        options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+        return model.generate(**prompts(model, len(ids), 32), **options, adapter_ids=ids)
+
+    model.multilora.load_many(sources)
+    groups = [names[i : i + group] for i in range(0, len(names), group)]
+    turn = 0
+
+    def stay() -> float:
+        generate(groups[0])
+        return milliseconds(lambda: generate(groups[0]), args.device)
+
+    def in_turn(ahead: bool) -> float:
+        """The mean of a whole round, after a round that is not counted."""
+        nonlocal turn
+        for round_ in range(2):
+            synchronize(args.device)
+            began = time.perf_counter()
+            for _ in groups:
+                turn = (turn + 1) % len(groups)
+                if ahead:
+                    model.multilora.prefetch(groups[(turn + 1) % len(groups)])
+                generate(groups[turn])
+            synchronize(args.device)
+            if round_:
+                return (time.perf_counter() - began) * 1e3 / len(groups)
+        raise AssertionError
+
+    cases = {"stay": stay, "late": lambda: in_turn(False), "ahead": lambda: in_turn(True)}
+    values = alternate(cases, args.reps, deadline)
+    label = f"{group} rows, {tokens} tokens, 16 adapters in turn over {SLOTS} slots"
+    stayed = values["stay"]
+    results.add(f"{group} rows, {tokens} tokens, all resident", statistics.median(stayed), "ms", all=stayed)
+    for case, what in (("late", "copied when named"), ("ahead", "prefetched")):
+        ratio = median_ratio(values[case], stayed)
+        results.add(f"{label}, {what}", statistics.median(values[case]), "ms", ratio=ratio, all=values[case])
+
+    disable_multilora(model)
+    enable_multilora(model, max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=SLOTS)
+    model.multilora.load_many(sources)
+
+    def waves(ahead: bool) -> float:
+        with contextlib.nullcontext() if ahead else not_ahead():
+            return milliseconds(lambda: generate(names), args.device)
+
+    waves(True)
+    values = alternate({"ahead": lambda: waves(True), "late": lambda: waves(False)}, args.reps, deadline)
+    label = f"{len(names)} rows, two waves, {SLOTS} adapters in host memory"
+    results.add(f"{label}, read when named", statistics.median(values["late"]), "ms", all=values["late"])
+    ratio = median_ratio(values["ahead"], values["late"])
+    results.add(f"{label}, read ahead", statistics.median(values["ahead"]), "ms", ratio=ratio, all=values["ahead"])
 
 
 def bench_thrash(results: Results, args: Any, model: Any, names: list[str], deadline: float) -> None:
@@ -179,8 +338,13 @@ def bench_thrash(results: Results, args: Any, model: Any, names: list[str], dead
         results.fail("two waves gave other tokens than the two halves alone")
 
 
+PARTS = ("copy", "load", "cold", "many", "thrash", "ahead")
+
+
 def main() -> int:
-    args = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
+    args = parser.parse_args()
     start = time.monotonic()
     results = Results("memory", args.out, args.device)
     dtype = DTYPES[args.dtype]
@@ -189,16 +353,33 @@ def main() -> int:
     enable_multilora(model, max_loras=SLOTS, max_lora_rank=args.rank)
     config = adapter_config(args.rank, 2.0 * args.rank)
     names = [f"a{number}" for number in range(2 * SLOTS)]
-    for number, name in enumerate(names):
+    several = {"copy", "thrash"}.intersection(args.only)
+    for number, name in enumerate(names if several else names[:1]):
         tensors = random_adapter(shapes, args.rank, number, dtype=dtype, device=args.device)
         model.multilora.load(tensors, name, config=config)
-    print(f"[{time.monotonic() - start:.0f} s] ready; {nbytes(tensors) / 1e6:.1f} MB an adapter", flush=True)
-    bench_copy(results, args, model, names, nbytes(tensors))
+    size = nbytes(tensors)
+    results.note(f"ready; {size / 1e6:.1f} MB an adapter")
+    if "copy" in args.only:
+        bench_copy(results, args, model, names, size)
+    if "cold" in args.only:
+        bench_cold(results, args, model, tensors, config)
     with scratch() as folder:
-        bench_load(results, args, model, save_adapter(folder / "adapter", tensors, config), nbytes(tensors))
-    print(f"[{time.monotonic() - start:.0f} s] loads", flush=True)
-    bench_thrash(results, args, model, names, start + args.budget_s)
-    print(f"[{time.monotonic() - start:.0f} s] thrash", flush=True)
+        folders = [save_adapter(folder / "adapter", tensors, config)]
+        if "load" in args.only:
+            bench_load(results, args, model, folders[0], size)
+            results.note("loads")
+        for number in range(1, 4 if {"many", "ahead"}.intersection(args.only) else 1):
+            tensors = random_adapter(shapes, args.rank, number, dtype=dtype, device=args.device)
+            folders.append(save_adapter(folder / f"adapter{number}", tensors, config))
+        if "many" in args.only:
+            bench_many(results, args, model, folders)
+            results.note("many")
+        if "thrash" in args.only:
+            bench_thrash(results, args, model, names, start + args.budget_s)
+            results.note("thrash")
+        if "ahead" in args.only:
+            bench_ahead(results, args, model, folders, start + args.budget_s)
+            results.note("ahead")
     return results.finish()
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from transformers.utils import logging
 
+from .direct import cores
 from .lease import Grant
 from .registry import Entry, Loaded
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 logger = logging.get_logger(__name__)
 
-_AT_ONCE = 4  # files that are read at the same time; each is read by several threads, too
+_AT_ONCE = 4  # files that are read at the same time, where there are cores for it
 
 
 class Ahead:
@@ -83,10 +84,12 @@ def read_ahead(reads: Mapping[str, Callable[[], Loaded]]) -> Generator[tuple[str
 
     todo = deque(reads.items())
     running: deque[tuple[str, _First, Future[Loaded]]] = deque()
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="hf_multilora_load") as pool:
+    # Each is read by several threads already; a second one is of use in any case, for it may wait for the network.
+    at_once = min(_AT_ONCE, max(2, cores() // 2))
+    with ThreadPoolExecutor(at_once, thread_name_prefix="hf_multilora_load") as pool:
         try:
             while todo or running:
-                while todo and len(running) < _AT_ONCE:
+                while todo and len(running) < at_once:
                     name, read = todo.popleft()
                     future = pool.submit(timed, read)
                     running.append((name, _First(future, read), future))

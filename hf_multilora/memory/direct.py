@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +21,6 @@ import numpy as np
 import torch
 
 from ..adapters.stored import Stored
-from .layout import FACTOR_ALIGN, align
 
 _CHUNK = 2 << 20  # bytes that a thread reads at once
 _PIECES = 512  # and buffers that it reads them into, of which the system takes 1024
@@ -89,7 +89,7 @@ def fill(block: torch.Tensor, entries: Sequence[Entry], meanwhile: Callable[[], 
         Whatever `meanwhile` raises.
     """
     chunks = deque(_chunks(entries))
-    threads = min(_THREADS, len(chunks), _cores())
+    threads = min(_THREADS, len(chunks), cores())
     raw = block.numpy()
 
     def work() -> None:
@@ -105,22 +105,50 @@ def fill(block: torch.Tensor, entries: Sequence[Entry], meanwhile: Callable[[], 
                 chunks.clear()  # the others need not go on
                 raise
 
-    if threads < 2 or sum(entry.recipe.stored.nbytes for entry in entries) < _ALONE:
-        work()
+    alone = threads < 2 or sum(entry.recipe.stored.nbytes for entry in entries) < _ALONE
+    workers = [] if alone else _started(work, threads - 1)
+    try:
         meanwhile()
-        return
-    with ThreadPoolExecutor(threads, thread_name_prefix="hf_multilora_read") as pool:
-        workers = [pool.submit(work) for _ in range(threads)]
-        try:
-            meanwhile()
-        except BaseException:
-            chunks.clear()
-            raise
-    for worker in workers:
+        work()
+    except BaseException:
+        chunks.clear()
+        raise
+    finally:
+        # Those that have not begun are not needed any more; the others write to the block.
+        running = [worker for worker in workers if not worker.cancel()]
+        wait(running)
+    for worker in running:
         worker.result()
 
 
-def _cores() -> int:
+# Kept, because to start a thread takes as long as it takes to read half a MB, and more on a busy machine.
+_pool: ThreadPoolExecutor | None = None
+_starting = threading.Lock()
+
+
+def _started(work: Callable[[], None], threads: int) -> list[Future[None]]:
+    """`work` in several other threads; in none, where there can be none any more."""
+    global _pool
+    with _starting:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf_multilora_read")
+    try:
+        return [_pool.submit(work) for _ in range(threads)]
+    except RuntimeError:  # the interpreter is about to end
+        return []
+
+
+def _forked() -> None:
+    global _pool, _starting
+    _pool, _starting = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -148,40 +176,59 @@ def _chunks(entries: Sequence[Entry]) -> list[list[_Piece]]:
     return chunks
 
 
+class _Buffer:
+    """Memory of one thread for numbers of one dtype, in whole tiles.
+
+    Numpy's views of it are used, because torch's let go of the interpreter's lock each time, and wait to get it back.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        tiles = -(-numel // _TILE)
+        memory = torch.empty(tiles * _TILE * dtype.itemsize, dtype=torch.uint8, device="cpu")
+        self.bytes: Bytes = memory.numpy()
+        self.tiles = memory.view(dtype).split(_TILE)
+
+
 class _Scratch:
-    """Buffers of one thread, by purpose; they grow as needed."""
+    """Buffers of one thread, by purpose and dtype; they grow as needed. And numbers as tensors."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], _Buffer] = {}
+        self._scales: dict[float, torch.Tensor] = {}
 
-    def get(self, what: str, nbytes: int) -> torch.Tensor:
-        buffer = self._buffers.get(what)
-        if buffer is None or buffer.numel() < nbytes:
-            buffer = self._buffers[what] = torch.empty(max(nbytes, _CHUNK), dtype=torch.uint8, device="cpu")
-        return buffer[:nbytes]
+    def get(self, what: str, numel: int, dtype: torch.dtype) -> _Buffer:
+        buffer = self._buffers.get((what, dtype))
+        if buffer is None or len(buffer.bytes) < numel * dtype.itemsize:
+            buffer = _Buffer(max(numel, _CHUNK // dtype.itemsize), dtype)
+            self._buffers[what, dtype] = buffer
+        return buffer
+
+    def scale(self, number: float) -> torch.Tensor:
+        found = self._scales.get(number)
+        if found is None:
+            found = self._scales[number] = torch.tensor(number, dtype=torch.float32, device="cpu")
+        return found
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def _make(raw: Bytes, chunk: list[_Piece], scratch: _Scratch) -> None:
     """Read the pieces of a chunk and put them in their places in the block, whose bytes are `raw`."""
-    # Pieces to be changed are read into the buffer, alike ones side by side, to be cast and scaled at once.
+    # Pieces to be changed are read into buffers, alike ones side by side, to be cast and scaled at once.
     ways: dict[_Way, list[_Piece]] = {}
     for piece in chunk:
         if piece.way is not None:
             ways.setdefault(piece.way, []).append(piece)
-    at = 0
-    parts: dict[_Way, slice] = {}
-    read_to: dict[int, int] = {}  # by id, for to hash a piece takes longer than to read it
-    for way, pieces in ways.items():
-        begin = at
+    read_to: dict[int, memoryview] = {}  # by id, for to hash a piece takes longer than to read it
+    numels: dict[_Way, int] = {}
+    for number, (way, pieces) in enumerate(ways.items()):
+        numels[way] = sum(piece.nbytes for piece in pieces) // way.stored.itemsize
+        room = scratch.get(f"read {number}", numels[way], way.stored).bytes.data
+        at = 0
         for piece in pieces:
-            read_to[id(piece)] = at
+            read_to[id(piece)] = room[at : at + piece.nbytes]
             at += piece.nbytes
-        parts[way] = slice(begin, at)
-        at = align(at, FACTOR_ALIGN)
-    read = scratch.get("read", at)
-    room, block = read.numpy().data, raw.data
+    block = raw.data
     source = chunk[0].entry.recipe.stored.source
     buffers: list[memoryview] = []
     begin = end = chunk[0].start
@@ -189,13 +236,17 @@ def _make(raw: Bytes, chunk: list[_Piece], scratch: _Scratch) -> None:
         if piece.start != end:
             source.read_into(buffers, begin)
             buffers, begin = [], piece.start
-        target, place = (block, piece.entry.place + piece.first) if piece.way is None else (room, read_to[id(piece)])
-        buffers.append(target[place : place + piece.nbytes])
+        if piece.way is None:
+            place = piece.entry.place + piece.first
+            buffers.append(block[place : place + piece.nbytes])
+        else:
+            buffers.append(read_to[id(piece)])
         end = piece.start + piece.nbytes
     source.read_into(buffers, begin)
-    for way, pieces in ways.items():
-        made = _numbers(read[parts[way]].view(way.stored), way, scratch)
-        ints = made.view(torch.uint8).numpy().view(_INTS[way.dtype.itemsize])
+    for number, (way, pieces) in enumerate(ways.items()):
+        numel = numels[way]
+        made = _made(scratch.get(f"read {number}", numel, way.stored), numel, way, scratch)
+        ints = made.bytes.view(_INTS[way.dtype.itemsize])
         first = 0
         for piece in pieces:
             stop = first + piece.nbytes // way.stored.itemsize
@@ -203,23 +254,23 @@ def _make(raw: Bytes, chunk: list[_Piece], scratch: _Scratch) -> None:
             first = stop
 
 
-def _numbers(values: torch.Tensor, way: _Way, scratch: _Scratch) -> torch.Tensor:
-    """Values cast and scaled; in place where no dtype changes."""
+def _made(read: _Buffer, numel: int, way: _Way, scratch: _Scratch) -> _Buffer:
+    """Numbers cast and scaled, in place where no dtype changes. The rest of the last tile is of no account."""
+    n, dtype = -(-numel // _TILE), way.stored
+
+    def cast(values: _Buffer, to: torch.dtype, what: str) -> _Buffer:
+        out = scratch.get(what, numel, to)
+        torch._foreach_copy_(out.tiles[:n], values.tiles[:n])
+        return out
+
     if way.scale is not None:
         # one pass over halves: their product with a number is computed in fp32 and rounded once
-        values = _cast(values, way.dtype if way.dtype == way.stored else torch.float32, scratch, "wide")
-        for tile in values.split(_TILE):
-            tile.mul_(way.scale)
-    return _cast(values, way.dtype, scratch, "cast")
-
-
-def _cast(values: torch.Tensor, dtype: torch.dtype, scratch: _Scratch, what: str) -> torch.Tensor:
-    if values.dtype == dtype:
-        return values
-    out = scratch.get(what, values.numel() * dtype.itemsize).view(dtype)
-    for tile, source in zip(out.split(_TILE), values.split(_TILE), strict=True):
-        tile.copy_(source)
-    return out
+        if dtype not in (way.dtype, torch.float32):
+            read, dtype = cast(read, torch.float32, "wide"), torch.float32
+        # One call for all tiles, for each has to ask for the interpreter's lock. As a tensor, for a number would be
+        # rounded to the dtype of the values.
+        torch._foreach_mul_(read.tiles[:n], scratch.scale(way.scale))
+    return read if dtype == way.dtype else cast(read, way.dtype, "cast")
 
 
 def _put(raw: Bytes, piece: _Piece, values: np.ndarray[Any, Any]) -> None:

@@ -241,6 +241,10 @@ def test_threads_in_waves() -> None:
 
 
 class TestReadAhead:
+    @pytest.fixture(autouse=True)
+    def many_cores(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hf_multilora.memory.ahead.cores", lambda: 16)
+
     def loaded(self, name: str) -> Loaded:
         return Loaded(block(1), source=name)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from safetensors.torch import save_file
 
 from hf_multilora.adapters.checkpoint import Checkpoint, TensorRef, from_tensors, open_checkpoint
 from hf_multilora.adapters.plan import SavedParam, TokenRows
+from hf_multilora.adapters.stored import Stored, in_memory
 from hf_multilora.errors import AdapterFormatError, AdapterMatchError
 from hf_multilora.memory import direct, pinned
 from hf_multilora.memory.layout import Layout, Site
@@ -67,7 +71,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct, "_CHUNK", 200)
     monkeypatch.setattr(direct, "_ALONE", 0)
     monkeypatch.setattr(direct, "_TILE", 16)
-    monkeypatch.setattr(direct, "_cores", lambda: 3)
+    monkeypatch.setattr(direct, "cores", lambda: 3)
 
 
 @pytest.mark.parametrize("form", ["file", "bin", "memory"])
@@ -128,12 +132,14 @@ def test_large_entries_are_read_by_several_threads(tmp_path: Path, monkeypatch: 
     tensors = {"a": torch.randn(16, 300_000).bfloat16(), "b": torch.randn(200_000, 16).bfloat16()}
     save_file(tensors, tmp_path / "x.safetensors")
     checkpoint = open_checkpoint(tmp_path / "x.safetensors")
-    monkeypatch.setattr(direct, "_cores", lambda: 3)
+    monkeypatch.setattr(direct, "cores", lambda: 3)
     seen: set[int] = set()
-    make = direct._make
+    make, all_there = direct._make, threading.Barrier(3)
 
     def watched(*args: Any) -> None:
-        seen.add(threading.get_ident())
+        if threading.get_ident() not in seen:
+            seen.add(threading.get_ident())
+            all_there.wait(20)
         make(*args)
 
     monkeypatch.setattr(direct, "_make", watched)
@@ -141,7 +147,7 @@ def test_large_entries_are_read_by_several_threads(tmp_path: Path, monkeypatch: 
     packed = pack([factor], layout, torch.bfloat16, pin=False)
     a, b = packed.factors(0)
     assert torch.equal(a, tensors["a"]) and same(b, expected_b(tensors["b"], 0.7, torch.bfloat16))
-    assert len(seen) > 1 and threading.get_ident() not in seen
+    assert len(seen) == 3 and threading.get_ident() in seen
 
 
 def test_every_byte_is_written(tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +173,7 @@ def test_every_byte_is_written(tmp_path: Path, small_chunks: None, monkeypatch: 
 def test_a_file_that_is_cut_off_while_it_is_read(
     tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
-    monkeypatch.setattr(direct, "_cores", lambda: threads)
+    monkeypatch.setattr(direct, "cores", lambda: threads)
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.randn(3, 7), "b": torch.randn(6, 3)}, path)
     checkpoint = open_checkpoint(path)
@@ -179,6 +185,54 @@ def test_a_file_that_is_cut_off_while_it_is_read(
     checkpoint.close()
     with pytest.raises(ValueError, match="closed"):
         pack([factor], LAYOUT, torch.float32, pin=False)
+
+
+def test_an_error_of_what_runs_beside_it(small_chunks: None) -> None:
+    """It is raised when nobody writes to the block any more."""
+    entries = [direct.Entry(64 * i, torch.float32, direct.Recipe(_stored(torch.randn(4, 4)))) for i in range(200)]
+    raw = torch.zeros(64 * 200, dtype=torch.uint8)
+
+    def meanwhile() -> None:
+        raise RuntimeError("beside")
+
+    for _ in range(20):
+        raw.zero_()
+        with pytest.raises(RuntimeError, match="beside"):
+            direct.fill(raw, entries, meanwhile)
+        before = raw.clone()
+        time.sleep(0.002)
+        assert torch.equal(raw, before)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_has_threads_of_its_own(small_chunks: None) -> None:
+    tensor = torch.arange(4096.0)
+    entry = direct.Entry(0, torch.float32, direct.Recipe(_stored(tensor), scale=2.0))
+
+    def doubled() -> bool:
+        raw = torch.zeros(4 * 4096, dtype=torch.uint8)
+        direct.fill(raw, [entry])
+        return torch.equal(raw.view(torch.float32), 2 * tensor)
+
+    assert doubled()
+    child = os.fork()
+    if not child:
+        os._exit(0 if doubled() else 1)
+    end = time.monotonic() + 30
+    while (status := os.waitpid(child, os.WNOHANG))[0] == 0:
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail("the child waits for threads that it does not have")
+        time.sleep(0.01)
+    assert status[1] == 0
+
+
+def _stored(tensor: torch.Tensor) -> Stored:
+    found = in_memory(tensor)
+    assert found is not None
+    return found
 
 
 def test_shapes_are_checked_before_anything_is_read(tmp_path: Path) -> None:
