@@ -231,7 +231,8 @@ class MultiLora:
         reload = bool(options.pop("reload", False))
         reads = {name: self._loader(source, **options) for name, source in sources.items()}
         reports = {}
-        with closing(read_ahead(reads)) as ahead:
+        remote = any(not isinstance(source, Mapping) and not Path(source).exists() for source in sources.values())
+        with closing(read_ahead(reads, remote=remote)) as ahead:
             for name, read in logging.tqdm(ahead, desc="Loading adapters", unit="adapter", total=len(reads)):
                 reports[name] = self._register(name, read, reload, isinstance(sources[name], Mapping))
         return reports

@@ -47,6 +47,7 @@ def model() -> Any:
 
 
 def test_several_are_read_at_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_multilora.memory.ahead.cores", lambda: 16)
     handle = model.multilora
     read, barrier = type(handle)._read, threading.Barrier(2)
 

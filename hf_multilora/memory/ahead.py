@@ -71,10 +71,16 @@ class _First:
         return self._read() if future is None else future.result()
 
 
-def read_ahead(reads: Mapping[str, Callable[[], Loaded]]) -> Generator[tuple[str, Callable[[], Loaded]], None, None]:
+def read_ahead(
+    reads: Mapping[str, Callable[[], Loaded]], *, remote: bool = False
+) -> Generator[tuple[str, Callable[[], Loaded]], None, None]:
     """Names with their loaders, in order. The loaders' first calls give what is being read already, a few at a time.
 
     Close the iterator to stop. What a loader raises, its first call raises.
+
+    Args:
+        reads: name -> loader.
+        remote: whether some of it comes over a network, which is waited for rather than worked for.
     """
 
     def timed(read: Callable[[], Loaded]) -> Loaded:
@@ -84,8 +90,8 @@ def read_ahead(reads: Mapping[str, Callable[[], Loaded]]) -> Generator[tuple[str
 
     todo = deque(reads.items())
     running: deque[tuple[str, _First, Future[Loaded]]] = deque()
-    # Each is read by several threads already; a second one is of use in any case, for it may wait for the network.
-    at_once = min(_AT_ONCE, max(2, cores() // 2))
+    # Each local file is read by several threads already, and checked by one that needs the interpreter's lock.
+    at_once = _AT_ONCE if remote else min(_AT_ONCE, max(1, cores() // 4))
     with ThreadPoolExecutor(at_once, thread_name_prefix="hf_multilora_load") as pool:
         try:
             while todo or running:

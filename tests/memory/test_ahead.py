@@ -261,6 +261,24 @@ class TestReadAhead:
         assert [name for name, _ in found] == list("abcdefgh") == [loaded.source for _, loaded in found]
         assert all(loaded.read_ms is not None and loaded.read_ms >= 0 for _, loaded in found)
 
+    def test_few_cores_read_one_local_file_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hf_multilora.memory.ahead.cores", lambda: 2)
+        inside: list[int] = []
+        most: list[int] = []
+
+        def read(name: str) -> Loaded:
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.02)
+            inside.pop()
+            return self.loaded(name)
+
+        reads = {name: lambda name=name: read(name) for name in "abcd"}
+        assert [first().source for _, first in read_ahead(reads)] == list("abcd")
+        assert max(most) == 1
+        assert [first().source for _, first in read_ahead(reads, remote=True)] == list("abcd")
+        assert max(most) > 1
+
     def test_later_calls_read_again(self) -> None:
         reads: list[str] = []
 
