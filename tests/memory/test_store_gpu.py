@@ -10,6 +10,7 @@ import torch
 from memory_bed import LAYOUT, RANK, Files, Part, Ref, Shape, block, holds, store_of
 
 from hf_multilora.config import MultiLoraConfig
+from hf_multilora.memory import pinned
 from hf_multilora.memory.estimate import estimate_memory
 from hf_multilora.memory.layout import Layout
 from hf_multilora.memory.pack import PackedAdapter, pack
@@ -192,3 +193,59 @@ def test_estimate_is_what_the_device_allocates():
     grown = torch.cuda.memory_allocated() - before
     estimate = estimate_memory(LAYOUT, 3, RANK, torch.bfloat16, slot_bytes=1 << 20)
     assert estimate["arena"] == store.arena.nbytes <= grown < store.arena.nbytes + 512
+
+
+def test_page_locked_memory_is_handed_on_and_never_under_a_copy(monkeypatch):
+    """Blocks of one size, given up as soon as their copies are started, behind a device that is busy."""
+    monkeypatch.setattr(pinned, "_LARGE", 1 << 12)
+    gc.collect()
+    pinned._spare.clear()
+    registered: list[int] = []
+    register = pinned._registered
+    monkeypatch.setattr(pinned, "_registered", lambda mapping: registered.append(1) or register(mapping))
+    layout = Layout.from_targets({"x": Shape("x", "linear", 4096, 4096, (4096,))})
+    store = AdapterStore(layout, MultiLoraConfig(max_loras=6, max_lora_rank=16), "cuda", torch.bfloat16)
+
+    def made(number: int) -> PackedAdapter:
+        a = torch.full((16, 4096), number, dtype=torch.bfloat16)
+        part = Part("x", 0, "linear", 16, 1.0, Ref((number, "a"), a), Ref((number, "b"), a.t()))
+        return store.pack([part])
+
+    blocker = torch.cuda.Stream()
+    for number in range(1, 7):
+        packed = made(number)
+        assert packed.block.is_pinned()
+        with torch.cuda.stream(blocker):
+            torch.cuda._sleep(SLEEP // 10)
+        store._transfer.start(number - 1, packed, [blocker.record_event()])
+        del packed  # the copy is still to come
+        gc.collect()
+    torch.cuda.synchronize()
+    for number in range(1, 7):
+        assert (store.arena.slot(number - 1)[layout.header_bytes :][:1024].view(torch.bfloat16) == number).all()
+    store._transfer.collect()
+    gc.collect()
+    before = len(registered)
+    assert before == 6 and len(pinned._spare) == 6
+    for number in range(7, 12):
+        packed = made(number)
+        assert packed.block.is_pinned()
+        del packed
+        gc.collect()
+    assert len(registered) == before, "locked once, used again"
+
+
+def test_waves_are_prepared_behind_a_busy_device():
+    """Reading ahead starts copies into free slots, and blocks neither the host nor what runs."""
+    store = gpu_store(max_loras=3, a=1, b=2, c=3)
+    with store.acquire(["a"]) as lease:
+        lease.wait()
+        torch.cuda._sleep(SLEEP)
+        done = torch.cuda.current_stream().record_event()
+        ahead = store.ahead(["b", "c"])
+        assert not done.query(), "reading ahead waited for the device"
+        assert store.status().resident.misses == 1
+    with store.acquire(["b", "c"]) as lease:
+        ahead.close()
+        lease.wait()
+        assert holds(store, lease.slots["b"], block(2)) and holds(store, lease.slots["c"], block(3))
