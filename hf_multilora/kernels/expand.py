@@ -330,11 +330,13 @@ def expand_tiles(
     PDL: tl.constexpr,
 ):
     """BLOCK_M tokens of one row, STEPS blocks of BLOCK_N columns of one slice. Grid [rows * blocks, spans, slices]."""
+    let_next_begin(PDL)
     row = tl.program_id(0) // blocks
     i = tl.program_id(2)
     width = pick(i, w0, w1, w2, w3, N_SLICES)
     c_first = tl.program_id(1) * (STEPS * BLOCK_N)
     if c_first >= width:
+        wait_for_input(PDL)
         return
     m_start = (tl.program_id(0) % blocks) * BLOCK_M
     m_first = 0
@@ -344,6 +346,7 @@ def expand_tiles(
         m_first = tl.load(row_starts_ptr + row)
         idle |= m_start + BLOCK_M <= m_first
     if idle:
+        wait_for_input(PDL)
         return
     m = tl.arange(0, BLOCK_M)
     m_mask = m[:, None] < per_row - m_start
@@ -354,6 +357,7 @@ def expand_tiles(
     y_stride = pick(i, s0, s1, s2, s3, N_SLICES)
     y_rows = y_ptr + t * y_stride + m[:, None] * y_stride
     n_range = tl.arange(0, BLOCK_N)
+    wait_for_input(PDL)
     # y takes far longer than the rest: each step's is asked for one step before.
     ahead = tl.load(y_rows + (c_first + n_range)[None, :], mask=m_mask & ((c_first + n_range)[None, :] < width))
     first = table_entry(meta_ptr, meta_stride, slot, site)

@@ -172,7 +172,7 @@ class LinearOp(_Op):
             recipe = self._recipes.get((x.shape, rows, x.dtype, ys[0].dtype, row_starts is None, row_slots.shape))
             if recipe is not None and self._run(recipe, ys, x, row_slots, row_starts):
                 return ys
-        return self.end(ys, x, self.begin(x, row_slots, rows, row_starts), row_slots, rows, cache, row_starts)
+        return self.end(ys, x, None, row_slots, rows, cache, row_starts)
 
     def begin(self, x: Tensor, row_slots: Tensor, rows: int, row_starts: Tensor | None = None) -> Tensor | None:
         """Start on x, before the base layers run; what is returned goes to `end`.

@@ -259,6 +259,7 @@ def shrink_tiles(
     PDL: tl.constexpr,
 ):
     """BLOCK_M tokens of one row, one chunk of K, all slices. Grid [rows * blocks, split, 1]."""
+    let_next_begin(PDL)
     row = tl.program_id(0) // blocks
     s = tl.program_id(1)
     m_start = (tl.program_id(0) % blocks) * BLOCK_M
@@ -267,6 +268,7 @@ def shrink_tiles(
     if STARTS:
         idle |= m_start + BLOCK_M <= tl.load(row_starts_ptr + row)
     if idle:
+        wait_for_input(PDL)
         return
     first = table_entry(meta_ptr, meta_stride, slot, site)
     a0, rank0 = _slice_factor(first, 0, data_ptr, slot, slot_elems, ALIGN, N_SLICES)
@@ -285,6 +287,7 @@ def shrink_tiles(
     h_rows = h_ptr + (s.to(tl.int64) * n + t) * (N_SLICES * MAX_RANK) + m[:, None] * (N_SLICES * MAX_RANK)
     k_start = s * CHUNK
     k_stop = tl.minimum(K, k_start + CHUNK)
+    wait_for_input(PDL)
     for r0 in range(0, tl.maximum(tl.maximum(rank0, rank1), tl.maximum(rank2, rank3)), BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
         acc0 = tl.zeros([BLOCK_M, BLOCK_R], dtype=tl.float32)

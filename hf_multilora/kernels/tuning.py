@@ -28,7 +28,7 @@ PREFILL_PROGRAMS = 128
 SHARED_BYTES = 200_000
 
 # Decode shrink by tokens in the call: (up to, bytes of a row of A that a program reads, of these at a time, warps).
-SHRINK_ROWS = ((4, 1024, 1024, 4), (256, 1024, 512, 4), (1 << 62, 2048, 512, 4))
+SHRINK_ROWS = ((256, 1024, 512, 4), (1 << 62, 2048, 512, 4))
 # Decode expand: bytes of a row of Bt that a program reads (the most that still makes DECODE_PROGRAMS), warps.
 EXPAND_ROWS = ((1024, 2), (512, 1), (256, 1), (128, 1))
 # Segments, by largest rank (up to): (elements of K for a program, at a time, stages, warps).
@@ -42,8 +42,10 @@ EXPAND_SEGMENTS = (
 # Prefill shrink, by kind of dot: (largest tile of tokens, elements of K at a time, largest rank at once, stages,
 # warps).
 SHRINK_TILES = {"native": (64, 128, 64, 4, 4), "tf32": (32, 64, 64, 3, 4), "ieee": (32, 32, 32, 2, 4)}
-# Prefill expand: (largest tile of tokens, columns, largest rank at once, steps, stages, warps).
-EXPAND_TILES = {"split": (64, 128, 64, 8, 2, 4), "tf32": (32, 128, 16, 4, 1, 4), "ieee": (32, 64, 16, 4, 1, 4)}
+# Prefill expand: (largest tile of tokens, columns, largest rank at once, steps, warps).
+EXPAND_TILES = {"split": (64, 128, 64, 8, 4), "tf32": (32, 128, 16, 4, 4), "ieee": (32, 64, 16, 4, 4)}
+# The same for ranks up to LOW_RANK into slices of more than WIDE columns.
+EXPAND_TILES_WIDE, WIDE, LOW_RANK = (32, 128, 16, 1, 4), 8192, 16
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,7 @@ def shrink_tiling(call: Call) -> ShrinkTiling:
     programs = call.rows * -(-per_row // block_m)
     split = min(8, -(-PREFILL_PROGRAMS // programs))
     chunk = _round_up(-(-call.k // split), block_k)
-    return ShrinkTiling(kind, -(-call.k // chunk), chunk, block_m, block_k, block_r, stages, warps, dot)
+    return ShrinkTiling(kind, -(-call.k // chunk), chunk, block_m, block_k, block_r, stages, warps, dot, call.pdl)
 
 
 def expand_tiling(call: Call) -> ExpandTiling:
@@ -161,9 +163,10 @@ def expand_tiling(call: Call) -> ExpandTiling:
         width, rank = max(call.widths), call.max_rank
         block_n, block_r, stages, warps = next(x[2:] for x in EXPAND_SEGMENTS if rank <= x[0] and width <= x[1])
         return ExpandTiling(1, block_n, _rank_block(call.max_rank, block_r, 16), stages, warps, dot)
-    block_m, block_n, block_r, steps, stages, warps = EXPAND_TILES[dot]
+    wide = dot == "split" and max(call.widths) > WIDE and call.max_rank <= LOW_RANK
+    block_m, block_n, block_r, steps, warps = EXPAND_TILES_WIDE if wide else EXPAND_TILES[dot]
     block_m = min(block_m, _power_of_2(n // call.rows))
-    return ExpandTiling(block_m, block_n, _rank_block(call.max_rank, block_r, 16), stages, warps, dot, steps)
+    return ExpandTiling(block_m, block_n, _rank_block(call.max_rank, block_r, 16), 1, warps, dot, steps)
 
 
 def _shrink_dot(x: torch.dtype, data: torch.dtype) -> str:

@@ -23,6 +23,10 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+def nobody_reads() -> bool:
+    return not any(thread.name == "hf_multilora_ahead" for thread in threading.enumerate())
+
+
 def test_free_slots_are_filled() -> None:
     store = store_of(Files(a=1, b=2, c=3), max_loras=3)
     with store.acquire(["a"]):
@@ -90,7 +94,7 @@ def test_a_lost_one_lets_the_blocks_go() -> None:
     store = store_of(Files(a=1, b=2), max_loras=1, max_cpu_loras=1)
     with store.acquire(["a"]):
         ahead = store.ahead(["b"])
-        until(lambda: in_host(store) == {"a", "b"} and threading.active_count() == 1)
+        until(lambda: in_host(store) == {"a", "b"} and nobody_reads())
         del ahead
     assert len(in_host(store)) == 1
 
@@ -139,7 +143,7 @@ def test_closed_while_it_reads() -> None:
     assert files.began.wait(20)
     ahead.close()
     files.go.set()
-    until(lambda: not any(thread.name == "hf_multilora_ahead" for thread in threading.enumerate()))
+    until(nobody_reads)
     assert files.reads == ["a"], "the second was not begun"
     assert resident(store) == set() and len(in_host(store)) == 1
 
@@ -184,7 +188,7 @@ def test_unloaded_meanwhile() -> None:
         assert files.began.wait(20)
         store.unload("a")
         files.go.set()
-        until(lambda: not any(thread.name == "hf_multilora_ahead" for thread in threading.enumerate()))
+        until(nobody_reads)
     assert store.names() == ["b"] and resident(store) == set()
 
 
@@ -231,7 +235,7 @@ def test_threads_in_waves() -> None:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads), "deadlock"
     assert not failed, failed
-    until(lambda: not any(thread.name == "hf_multilora_ahead" for thread in threading.enumerate()))
+    until(nobody_reads)
     store.ahead([]).close()
     status = store.status()
     assert not any(adapter.in_use for adapter in status.adapters)
