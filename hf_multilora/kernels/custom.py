@@ -94,7 +94,9 @@ def join(device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_stream(_side_stream(device))
 
 
-@torch.library.custom_op("hf_multilora::delta", mutates_args=())
+# x is not written. Said to be, it makes the compiler keep the base layers, which read x, behind this op: by its data
+# alone it could come last, and nothing would run beside anything.
+@torch.library.custom_op("hf_multilora::delta", mutates_args=("x",))
 def delta(
     x: Tensor,
     data: Tensor,

@@ -1,0 +1,58 @@
+"""What the compiler makes of the ops: the adapters' part begins before the base layers and ends behind them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from hf_multilora.kernels import custom
+
+WIDTHS = (48, 16, 16)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The ops' device part, on a CPU: ones for deltas; what ran, in order."""
+    events: list[str] = []
+
+    def start(x: torch.Tensor, arena: Any, rows: Any, site: int, widths: Any, y: torch.dtype) -> torch.Tensor:
+        events.append("delta")
+        return torch.ones(x.shape[0], sum(widths))
+
+    monkeypatch.setattr(custom, "start_delta", start)
+    monkeypatch.setattr(custom, "join", lambda device: events.append("join"))
+    return events
+
+
+@pytest.mark.skipif(not custom.HAS_TRITON, reason="the op describes a launch of Triton's")
+def test_base_layers_run_between_delta_and_join(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [torch.randn(width, 32) for width in WIDTHS]
+    table = torch.zeros(8, dtype=torch.int32)
+    empty = torch.zeros(1)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        x = torch.nn.functional.rms_norm(x, (32,))
+        h = custom.delta(x, empty, empty, empty, empty, table, 4, 0, list(WIDTHS), 64, 8)
+        ys = [torch.nn.functional.linear(x, weight) for weight in weights]
+        custom.join_(h, x, ys)
+        q, k, v = ((y + d).relu() for y, d in zip(ys, h.split(WIDTHS, -1), strict=True))
+        return torch.cat([q, k, v, x], -1)
+
+    x = torch.randn(4, 1, 32)
+    with torch.no_grad():
+        want = forward(x)
+        recorded.clear()
+        monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+        torch._dynamo.reset()
+        got, code = run_and_get_code(torch.compile(forward, fullgraph=True), x)
+    torch.testing.assert_close(got, want)
+    assert recorded == ["delta", "join"]
+    source = code[0][code[0].index("def call(") :]
+    found = re.findall(r"hf_multilora\.(delta|join_)\.default\(|extern_kernels\.(mm|addmm)\(|(clone|copy_)\(", source)
+    names = ["".join(match) for match in found]
+    assert names == ["delta", "mm", "mm", "mm", "join_"], names
+    torch._dynamo.reset()
