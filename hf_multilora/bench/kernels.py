@@ -8,7 +8,7 @@ numbers of calls, alternated: GEMMs with the adapters' kernels, and GEMMs alone.
     beside     the deltas on a stream of their own beside the GEMMs, then added, as captured forwards do
     deltas     the same without the addition, which a compiled forward fuses with what comes next
 
-The floor: each distinct adapter's A and B once, x once, y read and written, at the bandwidth of a copy on this device.
+The floor: each distinct adapter's A and B once, x once, y read and written, at the bandwidth that is measured first.
 """
 
 from __future__ import annotations
@@ -128,12 +128,14 @@ class Layers:
         return moved * self.x[0][0].element_size() / bandwidth * 1e6
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second that a copy within the device moves, read and written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+def bandwidths() -> dict[str, float]:
+    """Bytes per second of the device's memory: reads alone, and a kernel that reads and writes as many."""
+    source = torch.ones(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    time_us = statistics.median(Graph(lambda: target.copy_(source)).times(5))
-    return 2 * source.numel() / time_us * 1e6
+    copied = statistics.median(Graph(lambda: torch.add(source, 1, out=target)).times(5))
+    read = statistics.median(Graph(lambda: torch.sum(source)).times(5))
+    size = source.numel() * source.element_size()
+    return {"read": size / read * 1e6, "read and written": 2 * size / copied * 1e6}
 
 
 class Graph:
@@ -164,9 +166,17 @@ class Graph:
         return [self.replay_us() for _ in range(replays)]
 
 
-def measure(results: Results, shape: str, point: Point, bandwidth: float, over_base: bool = True) -> None:
-    """One row of the table, written at once."""
-    layers = Layers(shape, point, "cuda", torch.bfloat16)
+def measure(
+    results: Results,
+    shape: str,
+    point: Point,
+    bandwidth: float,
+    over_base: bool = True,
+    device: str = "cuda",
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """The table's rows of one batch, written at once."""
+    layers = Layers(shape, point, device, dtype)
     floor = layers.floor_us(bandwidth)
     what = f"{layers.tokens} tokens in {point.rows} rows" if point.tokens > 1 else f"{point.rows} rows"
     what = f"one layer, {what}, {point.adapters} adapters, r={point.rank}"
@@ -217,8 +227,10 @@ def run(
     """
     if not torch.cuda.is_available():
         raise ConfigError("The kernels are Triton's: `bench kernels` needs a CUDA device.")
-    bandwidth = copy_bandwidth()
-    results.add("copy within the device, read and written", bandwidth / 1e12, "TB/s")
+    found = bandwidths()
+    for how, value in found.items():
+        results.add(f"device memory, {how}", value / 1e12, "TB/s")
+    bandwidth = max(found.values())
     points = [Point(count, distinct, rank) for count in rows for distinct in adapters for rank in ranks]
     if prefill:
         points = [Point(n, n, rank, tokens // n) for tokens in prefill for n in adapters for rank in ranks]

@@ -164,7 +164,7 @@ def test_layers_of_the_kernel_benchmark_are_what_the_kernels_read():
     """The arena is laid out by hand there: its delta must be that of the factors."""
     torch.manual_seed(0)
     layers = Layers("tiny", Point(rows=4, adapters=2, rank=4), "cpu", torch.float32)
-    op, x, ys = layers.ops[1][0], layers.x[0], layers.ys[0]
+    op, x, ys = layers.ops[1][0], layers.x[0][0], layers.ys[0][0]
     before = [y.clone() for y in ys]
     after = op(ys, x, layers.slots, 4)
     site = 3 + 1 + 2 + 1  # the first of the second layer
@@ -205,9 +205,11 @@ def test_kernels_over_base(tmp_path, monkeypatch):
     monkeypatch.setattr(LinearOp, "end", end)
     monkeypatch.setattr(kernels, "Graph", FakeGraph)
     results = Results("layer", tmp_path, "cpu", say=lambda line: None)
-    kernels.measure(results, "tiny", kernels.Point(4, 2, 8), 1e9, "cpu", torch.float32)
-    alone, over = results.rows
-    assert (alone["value"], over["value"]) == (15.0, 5.0) and len(over["all"]) == kernels.ROUNDS
+    kernels.measure(results, "tiny", kernels.Point(4, 2, 8), 1e9, device="cpu", dtype=torch.float32)
+    alone, *ways = results.rows
+    assert alone["value"] == 15.0 and [row["value"] for row in ways] == [5.0] * 3
+    assert all(len(row["all"]) == kernels.ROUNDS and row["low"] == row["high"] == 5.0 for row in ways)
+    over = ways[0]
     # A and B of two adapters; x once; y twice; 64 wide, 32 for k and v, 160 between gate and down
     factors = 2 * 8 * (3 * 64 + 64 + 2 * 32 + 64 + 64 + 2 * 64 + 2 * 160 + 160 + 64)
     moved = 4 * (64 + 2 * 128 + 64 + 2 * 64 + 64 + 2 * 320 + 160 + 2 * 64)
