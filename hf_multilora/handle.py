@@ -250,6 +250,8 @@ class MultiLora:
                 base_dtype=self._base_dtype,
             )
             self._wrap_saved(saved, plan.vocab_size)
+            # Known before the first batch names it, so that a warm-up compiles for it.
+            self.store.arena.vectors = self.store.arena.vectors or packed.has_vectors
             return Loaded(
                 packed,
                 source=plan.source,
@@ -382,8 +384,9 @@ class MultiLora:
         """Compile or capture, whichever generate() will use, before the first request.
 
         Generates a few tokens from dummy prompts for each number of rows, with and without padding, under adapters
-        and without: afterwards no mix of adapters, and no load or eviction, compiles or captures anything. No adapter
-        is read, brought into a slot, or counted.
+        and without: afterwards no mix of adapters, and no load or eviction, compiles or captures anything. (The first
+        adapter with gains or shifts, DoRA or trained biases, is the exception: compiled forwards are made once more
+        for them. Load one before.) No adapter is read, brought into a slot, or counted.
 
         Args:
             rows: batch sizes to come (prompts times beams or return sequences).

@@ -36,7 +36,7 @@ class Arena:
         tail: the zeros at the end; at least `layout.max_dim` elements.
         zero_off: index in `data` of the first element of the zeros.
         slot_elems: elements of one slot.
-        vectors: whether an adapter with gains or shifts has ever been in a slot.
+        vectors: whether an adapter with gains or shifts has ever been loaded.
 
     Raises:
         ConfigError: `slot_bytes` does not even hold the header.
