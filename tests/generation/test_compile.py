@@ -13,6 +13,7 @@ from oracle import MIX, Id, adapters, relative_error, rows_of
 from transformers import CompileConfig, PreTrainedModel
 
 from hf_multilora import disable_multilora, enable_multilora
+from hf_multilora.kernels.ops import LinearOp
 
 BATCHES: list[Any] = [["r8", None, "r3"], ["r3", "r3", MIX], [None, "r64", None], "r8", None, ["r64", "r8", None]]
 
@@ -126,3 +127,33 @@ def test_generate_that_compiles_itself() -> None:
         got = model.generate(**prompts(3), **options, compile_config=config, adapter_ids=batch)
         assert torch.equal(got, rows_of("llama", ids, lambda ref: ref.generate(**prompts(3), **options))), batch
     assert 1 <= backend.graphs <= 2
+
+
+def test_an_adapter_with_shifts_makes_one_more_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deltas that are made beside the base layers know nothing of shifts: from the first one on there are none."""
+    begun: list[int] = []
+    monkeypatch.setattr(LinearOp, "begin", lambda self, *args: begun.append(self.site))
+    model, backend = enabled("llama", ["r8"]), Backend()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    ids: Any = ["r8", None, "biased"]
+    with model.multilora.use(["r8", None, "r8"]):
+        call(compiled)
+    assert begun and backend.graphs == 1
+    path = "model.layers.0.mlp.down_proj"
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    width, k = shapes[f"{path}.weight"]
+    tensors = {
+        f"base_model.model.{path}.lora_A.weight": torch.randn(4, k),
+        f"base_model.model.{path}.lora_B.weight": torch.randn(width, 4),
+        f"base_model.model.{path}.lora_B.bias": torch.randn(width),
+    }
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "lora_bias": True, "target_modules": [path]}
+    model.multilora.load(tensors, "biased", config=config)
+    begun.clear()
+    for batch in (ids, ["r8", None, "r8"], ids):
+        with model.multilora.use(batch):
+            got = call(compiled)
+        with torch.no_grad():
+            want = model(**prompts(3, side=None), use_cache=False, adapter_ids=batch).logits
+        assert relative_error(got, want) <= 1e-6
+    assert not begun and backend.graphs == 2
