@@ -168,7 +168,7 @@ def _key(ys: Sequence[Tensor], x: Tensor, arena: Arena, rows: Rows) -> tuple[Any
     if bits & 15:
         return None
     data, meta = arena.data, arena.meta
-    shapes = [x.shape, x.stride(0), x.dtype, rows.rows, rows.starts is None, rows.slots.numel()]
+    shapes = [x.shape, x.stride(0), x.dtype, rows.rows, rows.starts is None, rows.slots.shape]
     for y in ys:
         shapes += [y.shape, y.stride(0), y.dtype]
     return (*shapes, data.data_ptr(), data.dtype, data.device, meta.data_ptr(), *meta.shape, *arena[4:])
