@@ -13,6 +13,7 @@ The floor: each distinct adapter's A and B once, x once, y read and written, at 
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,12 +31,13 @@ from .results import Results
 from .workload import SHAPES
 
 COLD_BYTES = 160 << 20
+Group = tuple[int, tuple[int, ...]]  # in_features, widths of the layers that read the same x
 ROUNDS = 20
 WAYS = ("in place", "beside", "deltas")
 
 
-def groups_of(shape: str) -> list[tuple[int, tuple[int, ...]]]:
-    """(in_features, widths of the layers that read the same x) of one decoder layer."""
+def groups_of(shape: str) -> list[Group]:
+    """The groups of one decoder layer."""
     sizes = SHAPES[shape]
     hidden, wide = sizes["hidden_size"], sizes["intermediate_size"]
     keys = hidden // sizes["num_attention_heads"] * sizes["num_key_value_heads"]
@@ -53,16 +55,31 @@ class Point:
 
 
 class Layers:
-    """Arena, ops, base weights, x and y of `count` decoder layers; the adapters' blocks as the package packs them."""
+    """Arena, ops, base weights, x and y of `count` decoder layers; the adapters' blocks as the package packs them.
 
-    def __init__(self, shape: str, point: Point, device: str, dtype: torch.dtype) -> None:
-        self.point, self.groups = point, groups_of(shape)
+    Args:
+        shape: of a known model; or the groups that a layer is made of.
+        most: layers, even where more would be needed for weights that the L2 does not hold.
+        base: whether there are base weights to run.
+    """
+
+    def __init__(
+        self,
+        shape: str | Sequence[Group],
+        point: Point,
+        device: str,
+        dtype: torch.dtype,
+        *,
+        most: int = 64,
+        base: bool = True,
+    ) -> None:
+        self.point, self.groups = point, groups_of(shape) if isinstance(shape, str) else list(shape)
         sites = [(k, n) for k, widths in self.groups for n in widths]
         size = dtype.itemsize
         self.adapter_elems = point.rank * sum(k + n for k, n in sites)
         per_layer = size * point.adapters * self.adapter_elems
         cold = device.startswith("cuda") and point.tokens == 1
-        self.count = max(2, min(64, -(-COLD_BYTES // per_layer))) if cold else 2
+        self.count = max(2, min(most, -(-COLD_BYTES // per_layer))) if cold else 2
         table, at = [], -(-8 * META * len(sites) * self.count // 256) * 256 // size
         for k, n in sites * self.count:
             table += [at, at + point.rank * k, point.rank, 0, 0]
@@ -71,7 +88,7 @@ class Layers:
         data = torch.empty(point.adapters * slot_elems, dtype=dtype, device=device).normal_(0, 0.02)
         meta = data.view(torch.int64).view(point.adapters, -1)
         meta[:, : len(table)] = torch.tensor(table, device=device)
-        workspace, first = Workspace(), 0
+        self.workspace, first = Workspace(), 0
         self.ops: list[list[LinearOp]] = []
         for _ in range(self.count):
             self.ops.append([])
@@ -86,7 +103,7 @@ class Layers:
                     k,
                     widths,
                     point.rank,
-                    workspace,
+                    self.workspace,
                     widths,
                 )
                 self.ops[-1].append(op)
@@ -102,7 +119,13 @@ class Layers:
         self.x = [[random(self.tokens, k) for k, _ in self.groups] for _ in turns]
         self.ys = [[tuple(random(self.tokens, n) for n in widths) for _, widths in self.groups] for _ in turns]
         # Two sets: each of them is far larger than the L2 cache at the shapes that matter.
-        self.weights = [[[random(n, k) for n in widths] for k, widths in self.groups] for _ in range(2)]
+        self.weights = [[[random(n, k) for n in widths if base] for k, widths in self.groups] for _ in range(2)]
+
+    def forget(self) -> None:
+        """Prepare the next launches anew: their block sizes have changed."""
+        self.workspace.recipes.clear()
+        for op in itertools.chain(*self.ops):
+            op._recipes.clear()
 
     def run(self, base: bool, way: str | None) -> None:
         """All layers once: the GEMMs, the adapters' kernels in one of the `WAYS`, or both."""
