@@ -32,6 +32,14 @@ def test_version_comes_from_one_place():
     assert metadata.version("hf-multilora") == __version__
 
 
+def test_tables_of_block_sizes_travel_with_the_wheel():
+    hatchling = pytest.importorskip("hatchling.builders.wheel")
+    files = hatchling.WheelBuilder(str(ROOT)).recurse_included_files()
+    assert "hf_multilora/kernels/tables/nvidia_h200.json" in {
+        Path(file.distribution_path).as_posix() for file in files
+    }
+
+
 def test_core_needs_no_peft_and_triton_only_on_linux():
     core = {normal(r.name): r for r in requirements() if "extra" not in str(r.marker)}
     assert set(core) == {"torch", "transformers", "accelerate", "safetensors", "huggingface-hub", "triton"}

@@ -138,7 +138,7 @@ def tune(seconds: Seconds = 300, table: Table_ = TABLE, as_json: Json = False) -
 
 
 def _tune(seconds: float, table: Path, as_json: bool) -> None:
-    from ..kernels import tuning
+    from ..kernels.table import TABLE_ENV
     from .tune import gain
     from .tune import tune as search
 
@@ -146,9 +146,8 @@ def _tune(seconds: float, table: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    variable = getattr(tuning, "TABLE_ENV", "HF_MULTILORA_TUNING")
     _out.print(f"{len(found['rows'])} shapes, {gain(found):.3f} x of the untuned time (geometric mean).")
-    _out.print(f"export {variable}={table.resolve()}", soft_wrap=True)
+    _out.print(f"export {TABLE_ENV}={table.resolve()}", soft_wrap=True)
 
 
 def _numbers(option: str, text: str, least: int = 0) -> list[int]:

@@ -1,14 +1,18 @@
 """A search over block sizes for this device; its result is a table of data that the kernels read.
 
-Every problem (a kind of kernel and the shape of a call) has a space of tilings, the untuned choice first. The search
-takes one candidate of each problem in turn, so that it can be stopped at any time, and times the best few again at the
-end: a single lucky timing does not win. The table is written whenever a round ends.
+Every problem (a kernel and the shape of a call) has a space of candidates, the untuned choice first. Compiling takes
+longer than timing, and the number of rows makes no other kernel: problems that differ in nothing else are a family,
+and take one candidate each in turn. Families come one after another, those of the largest models first, so that a
+search that is stopped has finished some. The best few of a problem are timed again at its end: a single lucky timing
+does not win. The table is written whenever a round ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
+import itertools
 import json
 import math
 import os
@@ -22,12 +26,29 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
+from ..kernels.table import FORMAT
 from .results import environment
 
-FORMAT = 1
 FINALISTS = 3
 FINAL_TIMINGS = 5
 MARGIN = 0.98  # a tiling replaces the untuned one only where it takes less than this part of its time
+REPLAYS = 9
+MOST_LAYERS = 512  # of a timing: enough for one layer's adapter of rank 16 to be out of the L2 when its turn comes
+
+# (hidden, columns of q, of k and v, of the MLP), the largest first.
+MODELS = {
+    "Llama 8B": (4096, 4096, 1024, 14336),
+    "Qwen3 8B": (4096, 4096, 1024, 12288),
+    "Qwen3 1.7B": (2048, 2048, 1024, 6144),
+    "Qwen3 0.6B": (1024, 2048, 1024, 3072),
+}
+RANKS = (16, 64)
+# (tokens, rows, adapters) by kernels: decode with an adapter for each row, and with few adapters; prefill.
+CALLS = {
+    "rows": ((32, 32, 32), (8, 8, 8), (1, 1, 1), (128, 128, 128)),
+    "segments": ((32, 32, 8), (128, 128, 8)),
+    "tiles": ((4096, 16, 16),),
+}
 
 Timer = Callable[["Problem", Any], float]
 Space = Callable[["Problem"], Iterable[Any]]
@@ -35,10 +56,16 @@ Space = Callable[["Problem"], Iterable[Any]]
 
 @dataclass(frozen=True)
 class Problem:
-    """What is tuned for: a kind of kernel, and the shape of a call as `search_space` takes it."""
+    """What is tuned for: the name of a kernel, and the shape of a call as `search_space` takes it."""
 
     kind: str
     shape: Mapping[str, Any]
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """What problems have in common that share compiled kernels."""
+        rest = sorted((key, value) for key, value in self.shape.items() if key not in ("n", "rows", "adapters"))
+        return self.kind.split("_")[-1], *rest
 
     def __str__(self) -> str:
         return f"{self.kind} {', '.join(f'{key}={value}' for key, value in self.shape.items())}"
@@ -112,11 +139,12 @@ def tune(
     """Search for at most about `seconds`, and write the table to `out`.
 
     Args:
-        seconds: no new candidate is tried after so many; the final timings come on top.
+        seconds: no new candidate is tried after so many; the final timings of the family at hand come on top. Problems
+            that were not reached are left out, and stay untuned.
         out: a JSON file: {"format", "device", versions, "rows": [{"kind", "shape", "tiling", "us", "untuned_us"}]}.
         problems: what to tune for; None: the layers of common models at common batch sizes.
         space: the candidates of a problem, the untuned one first; None: `kernels.tuning.search_space`.
-        timer: microseconds of a problem with a candidate; None: a CUDA graph of the kernel (`kernel_timer`).
+        timer: microseconds of a problem with a candidate; None: a CUDA graph of the kernels (`kernel_timer`).
 
     Raises:
         ConfigError: no CUDA device; a problem without candidates; an untuned tiling that cannot be timed.
@@ -124,26 +152,33 @@ def tune(
     if timer is None and not torch.cuda.is_available():
         raise ConfigError("`bench tune` times Triton's kernels: it needs a CUDA device.")
     timer, space = timer or kernel_timer(), space or candidates
-    path = Path(out)
+    path, about = Path(out), environment(device)
     path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + seconds
-    searches = [Search(problem, iter(space(problem))) for problem in (problems or common_problems())]
-    active = list(searches)
-    while active and (time.monotonic() < deadline or not all(search.tried for search in searches)):
-        for search in list(active):
-            if search.tried and time.monotonic() >= deadline:
-                break
-            if not search.advance(timer):
-                active.remove(search)
-                if not search.tried:
-                    raise ConfigError(f"{search.problem}: there is no tiling to try.")
-        _write(path, device, [search.so_far() for search in searches if search.tried])
-    rows = []
-    for search in searches:
-        rows.append(search.decide(timer))
-        row = rows[-1]
-        say(f"{search.problem}: {row['us']:.2f} us, untuned {row['untuned_us']:.2f}, {row['tried']} tried")
-    return _write(path, device, rows)
+    deadline, reached = time.monotonic() + seconds, 0
+    rows: list[dict[str, Any]] = []
+    wanted = common_problems() if problems is None else problems
+    for _, family in itertools.groupby(wanted, key=lambda problem: problem.family):
+        if rows and time.monotonic() >= deadline:
+            break
+        searches = [Search(problem, iter(space(problem))) for problem in family]
+        reached += len(searches)
+        active = list(searches)
+        while active and (time.monotonic() < deadline or not all(search.tried for search in searches)):
+            for search in list(active):
+                if search.tried and time.monotonic() >= deadline:
+                    break
+                if not search.advance(timer):
+                    active.remove(search)
+                    if not search.tried:
+                        raise ConfigError(f"{search.problem}: there is no tiling to try.")
+            _write(path, about, rows + [search.so_far() for search in searches if search.tried])
+        for search in searches:
+            rows.append(search.decide(timer))
+            row = rows[-1]
+            say(f"{search.problem}: {row['us']:.2f} us, untuned {row['untuned_us']:.2f}, {row['tried']} tried")
+    if reached < len(wanted):
+        say(f"{len(wanted) - reached} of {len(wanted)} shapes were not reached, and stay untuned: more --seconds.")
+    return _write(path, about, rows)
 
 
 def gain(table: Mapping[str, Any]) -> float:
@@ -151,8 +186,7 @@ def gain(table: Mapping[str, Any]) -> float:
     return math.exp(statistics.mean(math.log(row["us"] / row["untuned_us"]) for row in table["rows"]))
 
 
-def _write(path: Path, device: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    about = environment(device)
+def _write(path: Path, about: Mapping[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     table = {
         "format": FORMAT,
         **{key: about[key] for key in ("device", "driver", "torch", "triton")},
@@ -167,33 +201,45 @@ def _write(path: Path, device: str, rows: list[dict[str, Any]]) -> dict[str, Any
 
 def candidates(problem: Problem) -> Iterable[Any]:
     """The space that the kernels declare for this problem."""
-    from ..kernels import tuning
+    from ..kernels.tuning import search_space
 
-    search_space = getattr(tuning, "search_space", None)
-    if search_space is None:
-        raise ConfigError("This version's kernels declare no search space.")
     return search_space(problem.kind, **problem.shape)
 
 
 def common_problems() -> list[Problem]:
-    """The groups of layers of common models, at common batch sizes and ranks."""
-    from ..kernels import tuning
+    """The groups of layers of common models, at common batch sizes and ranks; families together."""
+    found: dict[Any, Problem] = {}
+    for (hidden, query, keys, wide), rank, kind in itertools.product(MODELS.values(), RANKS, CALLS):
+        for k, widths in (
+            (hidden, (query, keys, keys)),
+            (query, (hidden,)),
+            (hidden, (wide, wide)),
+            (wide, (hidden,)),
+        ):
+            for (n, rows, adapters), op in itertools.product(CALLS[kind], ("shrink", "expand")):
+                shape = {"n": n, "rows": rows, "adapters": adapters, "k": k, "widths": widths, "max_rank": rank}
+                problem = Problem(f"{op}_{kind}", {**shape, "dtype": "bfloat16"})
+                found.setdefault((problem.kind, *problem.shape.values()), problem)
+    return list(found.values())
 
-    declared = getattr(tuning, "common_problems", None)
-    if declared is None:
-        raise ConfigError("This version's kernels declare no problems to tune for.")
-    return [Problem(kind, shape) for kind, shape in declared()]
 
+def kernel_timer(device: str = "cuda") -> Timer:
+    """Microseconds of one call, shrink and expand: a graph of back-to-back calls on cold weights, replayed."""
+    from ..kernels.table import tried
+    from .kernels import Graph, Layers, Point
 
-def kernel_timer() -> Timer:
-    """Microseconds of one call: a graph of back-to-back calls on cold weights, replayed."""
-    from ..kernels import tuning
-
-    timer = getattr(tuning, "time_candidate", None)
-    if timer is None:
-        raise ConfigError("This version's kernels cannot be timed one by one.")
+    @functools.lru_cache(maxsize=max(map(len, CALLS.values())))  # a family's
+    def layers_of(n: int, rows: int, adapters: int, k: int, widths: tuple[int, ...], rank: int, dtype: str) -> Layers:
+        point = Point(rows, adapters, rank, n // rows)
+        return Layers([(k, widths)], point, device, getattr(torch, dtype), most=MOST_LAYERS, base=False)
 
     def time_us(problem: Problem, candidate: Any) -> float:
-        return float(timer(problem.kind, candidate, **problem.shape))
+        shape = problem.shape
+        sizes = (shape["n"], shape["rows"], shape["adapters"], shape["k"], tuple(shape["widths"]), shape["max_rank"])
+        layers = layers_of(*sizes, shape["dtype"])
+        layers.forget()
+        with tried(problem.kind, shape, candidate):
+            graph = Graph(lambda: layers.run(False, "in place"))
+        return statistics.median(graph.times(REPLAYS)) / layers.count
 
     return time_us

@@ -1,7 +1,8 @@
 """Which kernels serve a call, and their block sizes, as data.
 
 Both follow from the shape of a call, the arena's largest rank and its number of slots, never from who is in the batch:
-else a row's bits would depend on its neighbours.
+else a row's bits would depend on its neighbours. Block sizes come from a rule; where a table (`table`) has tuned ones
+for a shape, they replace the rule's.
 
 Sources: decode moves each adapter's factors once, so its sizes are chosen to have a few megabytes of 16-byte loads in
 flight over all multiprocessors; prefill moves x and y once. Figures in bytes are for an H200 (132 multiprocessors).
@@ -9,17 +10,22 @@ flight over all multiprocessors; prefill moves x and y once. Figures in bytes ar
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from .segments import tile_count
+from . import table
+from .segments import TILE, tile_count
+from .table import MAX_SPLIT
 
 # From this many tokens a row on, tiles and tl.dot; below, one program per token or per tile of rows.
 TILE_TOKENS = 16
 # Rows that share slots are served together from this many rows, and this many for each slot, on.
 SEGMENT_ROWS, SEGMENT_ROWS_A_SLOT = 8, 2
-MAX_SPLIT = 32
 MAX_DELTA_TOKENS = 4096
 # Programs that fill the machine: K is split, or columns are cut finer, until there are this many.
 DECODE_PROGRAMS = 512
@@ -46,6 +52,26 @@ SHRINK_TILES = {"native": (64, 128, 64, 4, 4), "tf32": (32, 64, 64, 3, 4), "ieee
 EXPAND_TILES = {"split": (64, 128, 64, 8, 4), "tf32": (32, 128, 16, 4, 4), "ieee": (32, 64, 16, 4, 4)}
 # The same for ranks up to LOW_RANK into slices of more than WIDE columns.
 EXPAND_TILES_WIDE, WIDE, LOW_RANK = (32, 128, 16, 1, 4), 8192, 16
+
+# What a search tries, the last field changing first; `search_space` leaves out what cannot run, or would spill.
+SPACE: dict[str, dict[str, tuple[int, ...]]] = {
+    "shrink_rows": {"chunk": (512, 256, 1024, 2048), "block_k": (256, 512, 1024), "warps": (4, 2, 8)},
+    "shrink_segments": {"chunk": (512, 256, 1024, 2048), "block_k": (256, 128), "stages": (2, 4), "warps": (4, 2)},
+    "shrink_tiles": {"block_m": (64, 32, 128), "block_k": (128, 64), "stages": (4, 3), "warps": (4, 8)},
+    "expand_rows": {"block_n": (256, 512, 128), "warps": (1, 2, 4)},
+    "expand_segments": {"block_n": (256, 128, 64), "block_r": (16, 32, 64), "stages": (1, 2), "warps": (4, 2)},
+    "expand_tiles": {
+        "block_m": (64, 32, 128),
+        "block_n": (128, 256, 64),
+        "steps": (8, 1, 4),
+        "block_r": (16, 64),
+        "warps": (4, 8),
+    },
+}
+# Elements of a tile for one thread: more do not fit its registers, and fewer leave too little in flight.
+MAX_ELEMENTS, MIN_ELEMENTS = 128, 32
+# Steps of the unrolled loop over a chunk.
+MAX_UNROLLED = 4
 
 
 @dataclass(frozen=True)
@@ -124,7 +150,85 @@ def is_decode(n: int, rows: int) -> bool:
 
 
 def shrink_tiling(call: Call) -> ShrinkTiling:
-    """Sizes of the shrink."""
+    """Sizes of the shrink: tuned ones, or those of the rule."""
+    tiling = shrink_rule(call)
+    return with_sizes(tiling, call, _tuned(f"shrink_{tiling.kind}", call))
+
+
+def expand_tiling(call: Call) -> ExpandTiling:
+    """Sizes of the expand that goes with it."""
+    return with_sizes(expand_rule(call), call, _tuned(f"expand_{kind_of(call)}", call))
+
+
+def _tuned(kernel: str, call: Call) -> table.Sizes | None:
+    # Tables are timed with one dtype; products of mixed ones take other paths, and far more registers.
+    if not call.x == call.y == call.data:
+        return None
+    return table.lookup(kernel, call.n, call.k, call.widths, call.max_rank, call.data)
+
+
+def with_sizes(tiling: Any, call: Call, sizes: Mapping[str, int] | None) -> Any:
+    """A tiling of this call with some sizes replaced, and what follows from them."""
+    if not sizes:
+        return tiling
+    tiling = dataclasses.replace(tiling, **sizes)
+    if "block_m" in sizes:
+        tiling = dataclasses.replace(tiling, block_m=min(tiling.block_m, _power_of_2(call.n // call.rows)))
+    if isinstance(tiling, ShrinkTiling):
+        chunk = _round_up(tiling.chunk, tiling.block_k)
+        tiling = dataclasses.replace(tiling, chunk=chunk, split=-(-call.k // chunk))
+    return tiling
+
+
+def call_of(shape: Mapping[str, Any]) -> Call:
+    """The call that a search times for a shape of a table, which here says rows and adapters, too."""
+    dtype = getattr(torch, shape["dtype"])
+    sizes = (shape["n"], shape["rows"], shape["k"], tuple(shape["widths"]), shape["max_rank"], shape["adapters"])
+    return Call(*sizes, dtype, dtype, dtype, capacity=shape["rows"])
+
+
+def search_space(kernel: str, **shape: Any) -> list[table.Sizes]:
+    """What a search tries for a kernel and a shape: {}, the rule's sizes, then others, in one order for every n."""
+    call, op = call_of(shape), kernel.split("_")[0]
+    tiling = shrink_rule(call) if op == "shrink" else expand_rule(call)
+    found: list[table.Sizes] = [{}]
+    seen = {tiling}
+    for values in itertools.product(*SPACE[kernel].values()):
+        sizes = dict(zip(SPACE[kernel], values, strict=True))
+        candidate = with_sizes(tiling, call, sizes)
+        if candidate not in seen and _fits(kernel, call, candidate, sizes):
+            seen.add(candidate)
+            found.append(sizes)
+    return found
+
+
+def _fits(kernel: str, call: Call, tiling: Any, sizes: table.Sizes) -> bool:
+    threads, size = 32 * tiling.warps, call.data.itemsize
+    if isinstance(tiling, ExpandTiling):
+        if tiling.block_n * tiling.steps > _power_of_2(max(call.widths)) or tiling.block_r > max(16, call.max_rank):
+            return False
+        if kernel == "expand_segments" and tiling.stages > 1 and tiling.block_r >= call.max_rank:
+            return False  # one round: nothing to overlap
+        height = {"expand_rows": tiling.block_r, "expand_tiles": tiling.block_m}.get(kernel, TILE)
+        least = 0 if kernel == "expand_segments" else MIN_ELEMENTS
+        most = max(height, tiling.block_r) * tiling.block_n
+        return least * threads <= height * tiling.block_n and most <= MAX_ELEMENTS * threads
+    if tiling.split > MAX_SPLIT or sizes.get("chunk", tiling.chunk) != tiling.chunk:
+        return False
+    if kernel == "shrink_rows":
+        elements = tiling.block_k * tiling.block_r
+        few = tiling.chunk > MAX_UNROLLED * tiling.block_k or elements < MIN_ELEMENTS * threads
+        return not few and elements <= MAX_ELEMENTS * threads
+    height, slices = (TILE, 1) if kernel == "shrink_segments" else (tiling.block_m, len(call.widths))
+    if tiling.chunk // tiling.block_k < tiling.stages - 1:
+        return False
+    tiles = (height * tiling.block_k, tiling.block_k * tiling.block_r, slices * height * tiling.block_r)
+    shared = tiling.stages * tiling.block_k * (height + slices * tiling.block_r) * size
+    return max(tiles) <= MAX_ELEMENTS * threads and shared <= SHARED_BYTES
+
+
+def shrink_rule(call: Call) -> ShrinkTiling:
+    """Sizes of the shrink for any shape."""
     kind, size = kind_of(call), call.data.itemsize
     if kind == "rows":
         chunk, block_k, warps = next(row[1:] for row in SHRINK_ROWS if call.n <= row[0])
@@ -150,8 +254,8 @@ def shrink_tiling(call: Call) -> ShrinkTiling:
     return ShrinkTiling(kind, -(-call.k // chunk), chunk, block_m, block_k, block_r, stages, warps, dot, call.pdl)
 
 
-def expand_tiling(call: Call) -> ExpandTiling:
-    """Sizes of the expand that goes with it."""
+def expand_rule(call: Call) -> ExpandTiling:
+    """Sizes of the expand for any shape."""
     kind, n = kind_of(call), call.n
     if kind == "rows":
         sizes = [(size // call.data.itemsize, warps) for size, warps in EXPAND_ROWS]

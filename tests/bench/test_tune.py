@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hf_multilora.bench.tune import FINAL_TIMINGS, FINALISTS, Problem, gain, tune
+from hf_multilora.bench import kernels
+from hf_multilora.bench.tune import FINAL_TIMINGS, FINALISTS, Problem, gain, kernel_timer, tune
 from hf_multilora.errors import ConfigError
+from hf_multilora.kernels import table as kernel_table
+from hf_multilora.kernels import tuning
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Tiling:
 
 
 SPACE = [Tiling(block) for block in (32, 16, 64, 128, 256)]
-PROBLEMS = [Problem("shrink", {"rows": 1, "k": 4096}), Problem("expand", {"rows": 32, "n": 1024})]
+PROBLEMS = [Problem("shrink_rows", {"n": 1, "k": 4096}), Problem("expand_rows", {"n": 32, "k": 4096})]
 
 
 def space(problem: Problem) -> list[Tiling]:
@@ -53,7 +56,7 @@ def test_the_fastest_wins_and_is_written(tmp_path):
     table = search(tmp_path, clock)
     path = tmp_path / "new" / "table.json"
     assert json.loads(path.read_text()) == table and list(path.parent.iterdir()) == [path]
-    assert [row["kind"] for row in table["rows"]] == ["shrink", "expand"]
+    assert [row["kind"] for row in table["rows"]] == ["shrink_rows", "expand_rows"]
     for row, problem in zip(table["rows"], PROBLEMS, strict=True):
         assert row["shape"] == problem.shape and row["tiling"] == {"block": 128}
         assert (row["us"], row["untuned_us"], row["tried"], row["failed"]) == (6.0, 10.0, 4, 1)
@@ -64,7 +67,7 @@ def test_the_fastest_wins_and_is_written(tmp_path):
 def test_problems_take_turns(tmp_path):
     clock = Clock(TIMES)
     search(tmp_path, clock)
-    assert clock.asked[:4] == [("shrink", 32), ("expand", 32), ("shrink", 16), ("expand", 16)]
+    assert clock.asked[:4] == [("shrink_rows", 32), ("expand_rows", 32), ("shrink_rows", 16), ("expand_rows", 16)]
     assert len(clock.asked) == 2 * (len(SPACE) + FINAL_TIMINGS * (1 + FINALISTS))
 
 
@@ -102,6 +105,49 @@ def test_what_cannot_be_tuned_is_an_error(tmp_path):
         search(tmp_path, Clock(TIMES), space=lambda problem: [])
     with pytest.raises(ConfigError, match="untuned tiling cannot be timed"):
         search(tmp_path, Clock(TIMES, failing=(32,)))
+
+
+def test_families_come_one_after_another_until_the_time_is_up(tmp_path):
+    others = [Problem("shrink_rows", {"n": n, "k": 1024}) for n in (1, 32)]
+    clock, said = Clock(TIMES), []
+    search(tmp_path, clock, problems=[*PROBLEMS, *others], space=lambda problem: SPACE[:2])
+    assert [kind for kind, _ in clock.asked[:4]] == ["shrink_rows", "expand_rows"] * 2
+    assert {kind for kind, _ in clock.asked[-4 - 4 * FINAL_TIMINGS :]} == {"shrink_rows"}
+    table = search(tmp_path, Clock(TIMES), seconds=0, problems=[*PROBLEMS, *others], say=said.append)
+    assert [row["shape"] for row in table["rows"]] == [problem.shape for problem in PROBLEMS]
+    assert "2 of 4 shapes were not reached" in said[-1]
+
+
+def test_from_the_kernels_problems_to_a_table_that_they_read(tmp_path, monkeypatch):
+    """All but the device: its graph is a stand-in that runs once and reads its time off the sizes in force."""
+    forgotten = []
+
+    class Graph:
+        def __init__(self, run) -> None:
+            run()
+            (sizes,) = kernel_table._Trial.table.values()
+            self.us = 10.0 - (sizes.get("warps") == 2) - (sizes.get("block_n") == 512) if sizes else 10.0
+
+        def times(self, replays: int) -> list[float]:
+            return [2 * self.us] * replays
+
+    class Layers(kernels.Layers):
+        def forget(self) -> None:
+            forgotten.append(self)
+            super().forget()
+
+    monkeypatch.setattr(kernels, "Graph", Graph)
+    monkeypatch.setattr(kernels, "Layers", Layers)
+    shape = {"n": 4, "rows": 4, "adapters": 4, "k": 512, "widths": (512, 512), "max_rank": 16, "dtype": "bfloat16"}
+    problems = [Problem("shrink_rows", shape), Problem("expand_rows", shape)]
+    path = tmp_path / "table.json"
+    table = tune(60, path, problems=problems, timer=kernel_timer("cpu"), device="cpu", say=lambda line: None)
+    assert [row["us"] for row in table["rows"]] == [9.0, 8.0] and not any(row["failed"] for row in table["rows"])
+    assert len(forgotten) > 20 and len(set(map(id, forgotten))) == 1
+    monkeypatch.setattr(kernel_table, "_named", lambda: kernel_table.read(path))
+    call = tuning.call_of(shape)
+    assert tuning.shrink_tiling(call).warps == 2
+    assert (tuning.expand_tiling(call).block_n, tuning.expand_tiling(call).warps) == (512, 2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")

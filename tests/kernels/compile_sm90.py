@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_multilora.kernels import embedding, expand, shrink
+from hf_multilora.kernels import embedding, expand, shrink, table
 from hf_multilora.kernels.tuning import Call, expand_tiling, shrink_tiling
 
 TYPES = {
@@ -91,6 +91,13 @@ def cases() -> Any:
     ):
         yield from launches(rows, 1, k, widths, rank, bf16, bf16, adapters=8, table=True)
     yield from launches(64, 1, 3072, (3072, 1024, 1024), 16, fp16, fp16, adapters=8, table=True)
+    for path in sorted(table.FOLDER.glob("*.json")):
+        for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+            shape = row["shape"]
+            what = (shape["rows"], shape["n"] // shape["rows"], shape["k"], tuple(shape["widths"]), shape["max_rank"])
+            with table.tried(row["kind"], shape, row["tiling"]):
+                for label, launch in launches(*what, bf16, bf16, adapters=shape["adapters"], table=True):
+                    yield f"{label} {path.stem} {row['tiling']}", launch
     ids, meta = empty(torch.int64, 4096), empty(torch.int64, 8, 1 << 10)
     for row_starts in (None, empty(torch.int32, 16)):
         common = (empty(torch.int32, 16), row_starts, empty(fp32, 1 << 20), empty(bf16, 1 << 20), meta, 16, 5)

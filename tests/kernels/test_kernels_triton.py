@@ -15,7 +15,7 @@ from kernel_bed import DTYPES, POPULARITY, RANKS_WITH_VECTORS, TOLERANCE, Bed, d
 
 triton = pytest.importorskip("triton")
 
-from hf_multilora.kernels import launch, segments, tuning  # noqa: E402
+from hf_multilora.kernels import launch, segments, table, tuning  # noqa: E402
 
 OLD_INTERPRETER = triton.__version__ < "3.7" and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0"
 pytestmark = [
@@ -261,6 +261,42 @@ def test_deltas_beside_the_base_layer(tokens: int, vectors: bool) -> None:
     got = run(bed, y, x, slots, beside=True)
     bed.check(got, y, x, slots)
     assert same_bits(got, run(bed, y, x, slots))
+
+
+TUNED = [
+    ("shrink_rows", 1, {"chunk": 16, "block_k": 16, "block_r": 4}),
+    ("shrink_rows", 3, {"chunk": 64, "block_k": 16, "block_r": 16, "warps": 1}),
+    ("expand_rows", 1, {"block_n": 16, "block_r": 2}),
+    ("shrink_tiles", 19, {"chunk": 96, "block_m": 128, "block_k": 16, "block_r": 16, "stages": 1}),
+    ("shrink_tiles", 19, {"block_k": 256}),
+    ("expand_tiles", 70, {"block_m": 16, "block_n": 16, "block_r": 16, "steps": 2}),
+    ("shrink_segments", 0, {"chunk": 32, "block_k": 16, "block_r": 16}),
+    ("expand_segments", 0, {"block_n": 16, "block_r": 16, "stages": 2}),
+]
+
+
+@pytest.mark.parametrize(("kernel", "tokens", "sizes"), TUNED)
+def test_tuned_sizes_change_no_result(
+    kernel: str, tokens: int, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that share a slot where tokens is 0."""
+    bed = Bed([[16, 3], [5, 33], [0, 8], [0, 0]], 200, [40, 72], torch.float16 if tokens == 0 else torch.float32)
+    slots = [0, 3, 1, -1, 2] * (4 if tokens == 0 else 1)
+    n = len(slots) * max(tokens, 1)
+    y, x = bed.inputs(n, bed.dtype)
+    shape = {"n": n, "k": 200, "widths": [40, 72], "max_rank": 33, "dtype": str(bed.dtype).split(".")[1]}
+    found = []
+
+    def spy(*args: object) -> object:
+        found.append(lookup(*args))  # type: ignore[arg-type]
+        return found[-1]
+
+    lookup = table.lookup
+    monkeypatch.setattr(table, "lookup", spy)
+    with table.tried(kernel, shape, sizes):
+        got = with_table(bed, y, x, slots) if tokens == 0 else run(bed, y, x, slots)
+    bed.check(got, y, x, slots)
+    assert sizes in found
 
 
 @settings(max_examples=20, deadline=None)
