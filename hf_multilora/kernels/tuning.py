@@ -211,14 +211,16 @@ def _fits(kernel: str, call: Call, tiling: Any, sizes: table.Sizes) -> bool:
             return False  # one round: nothing to overlap
         height = {"expand_rows": tiling.block_r, "expand_tiles": tiling.block_m}.get(kernel, TILE)
         least = 0 if kernel == "expand_segments" else MIN_ELEMENTS
-        most = max(height, tiling.block_r) * tiling.block_n
+        held = 2 * height if kernel == "expand_tiles" else height  # y of the next step, too
+        most = max(held, tiling.block_r) * tiling.block_n
         return least * threads <= height * tiling.block_n and most <= MAX_ELEMENTS * threads
     if tiling.split > MAX_SPLIT or sizes.get("chunk", tiling.chunk) != tiling.chunk:
         return False
     if kernel == "shrink_rows":
         elements = tiling.block_k * tiling.block_r
         few = tiling.chunk > MAX_UNROLLED * tiling.block_k or elements < MIN_ELEMENTS * threads
-        return not few and elements <= MAX_ELEMENTS * threads
+        held = elements if tiling.chunk == tiling.block_k else 2 * elements  # the sums and the next step's
+        return not few and held <= MAX_ELEMENTS * threads
     height, slices = (TILE, 1) if kernel == "shrink_segments" else (tiling.block_m, len(call.widths))
     if tiling.chunk // tiling.block_k < tiling.stages - 1:
         return False
