@@ -13,7 +13,8 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -88,37 +89,79 @@ def fill(block: torch.Tensor, entries: Sequence[Entry], meanwhile: Callable[[], 
         AdapterFormatError: a file cannot be read, or ends too early.
         Whatever `meanwhile` raises.
     """
-    chunks = deque(_chunks(entries))
-    threads = min(_THREADS, len(chunks), cores())
-    raw = block.numpy()
-
-    def work() -> None:
-        scratch = _Scratch()
-        while True:
-            try:
-                chunk = chunks.popleft()
-            except IndexError:
-                return
-            try:
-                _make(raw, chunk, scratch)
-            except BaseException:
-                chunks.clear()  # the others need not go on
-                raise
-
+    task = _Task(block.numpy(), _chunks(entries))
+    threads = min(_THREADS, len(task.chunks), cores())
     alone = threads < 2 or sum(entry.recipe.stored.nbytes for entry in entries) < _ALONE
-    workers = [] if alone else _started(work, threads - 1)
+    if not alone:
+        _start(task.help, threads - 1)
     try:
         meanwhile()
-        work()
-    except BaseException:
-        chunks.clear()
-        raise
+        task.work()
     finally:
-        # Those that have not begun are not needed any more; the others write to the block.
-        running = [worker for worker in workers if not worker.cancel()]
-        wait(running)
-    for worker in running:
-        worker.result()
+        task.end()
+    if task.errors:
+        raise task.errors.pop()
+
+
+class _Task:
+    """Chunks of one block, which several threads take one by one.
+
+    Helpers that have a chunk in hand are waited for, rather than all that were asked: one may be asked and never come,
+    or come when all is done (a pool queues what it is to do before it finds out that no thread can be started).
+
+    Attributes:
+        chunks: what nobody has begun.
+        errors: the first that a helper met.
+    """
+
+    def __init__(self, raw: Bytes, chunks: Sequence[list[_Piece]]) -> None:
+        self._raw: Bytes | None = raw
+        self.chunks = deque(chunks)
+        self.errors: list[BaseException] = []
+        self._busy = 0
+        self._changed = threading.Condition()
+
+    def work(self) -> None:
+        """Of the thread that the task belongs to: make chunks until there are no more."""
+        raw, scratch = self._raw, _Scratch()
+        assert raw is not None
+        while True:
+            try:
+                chunk = self.chunks.popleft()
+            except IndexError:
+                return
+            _make(raw, chunk, scratch)
+
+    def help(self) -> None:
+        """The same in another thread, at any time."""
+        scratch = _Scratch()
+        while True:
+            with self._changed:
+                raw = self._raw
+                if raw is None:
+                    return
+                try:
+                    chunk = self.chunks.popleft()
+                except IndexError:
+                    return
+                self._busy += 1
+            try:
+                _make(raw, chunk, scratch)
+            except BaseException as error:
+                self.chunks.clear()  # the others need not go on
+                self.errors[:] = [*self.errors, error][:1]
+            finally:
+                raw = None
+                with self._changed:
+                    self._busy -= 1
+                    self._changed.notify_all()
+
+    def end(self) -> None:
+        """Begin no more, and wait for helpers that write to the block; those who come later find nothing to do."""
+        with self._changed:
+            self.chunks.clear()
+            self._raw = None  # whoever still waits in a queue does not keep the block
+            self._changed.wait_for(lambda: not self._busy)
 
 
 # Kept, because to start a thread takes as long as it takes to read half a MB, and more on a busy machine.
@@ -126,16 +169,15 @@ _pool: ThreadPoolExecutor | None = None
 _starting = threading.Lock()
 
 
-def _started(work: Callable[[], None], threads: int) -> list[Future[None]]:
-    """`work` in several other threads; in none, where there can be none any more."""
+def _start(help: Callable[[], None], threads: int) -> None:
+    """Ask several other threads for help; none may come, or fewer."""
     global _pool
     with _starting:
         if _pool is None:
             _pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="hf_multilora_read")
-    try:
-        return [_pool.submit(work) for _ in range(threads)]
-    except RuntimeError:  # the interpreter is about to end
-        return []
+    with suppress(RuntimeError):  # the interpreter is about to end, or the system has no more threads
+        for _ in range(threads):
+            _pool.submit(help)
 
 
 def _forked() -> None:

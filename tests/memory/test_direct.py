@@ -7,10 +7,12 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -202,6 +204,62 @@ def test_an_error_of_what_runs_beside_it(small_chunks: None) -> None:
         before = raw.clone()
         time.sleep(0.002)
         assert torch.equal(raw, before)
+
+
+@pytest.mark.parametrize("threads", [0, 1])
+@pytest.mark.parametrize("cut", [False, True])
+def test_threads_that_cannot_be_started(
+    tmp_path: Path, small_chunks: None, monkeypatch: pytest.MonkeyPatch, threads: int, cut: bool
+) -> None:
+    """A container has a limit of them. When fill returns, whoever was started has done its chunk, or failed."""
+    path, tensor = tmp_path / "x.safetensors", torch.arange(4096.0)
+    save_file({"x": tensor}, path)
+    checkpoint = open_checkpoint(path)
+    stored = TensorRef(checkpoint, "x").stored()
+    assert stored is not None
+    make, start = direct._make, threading.Thread.start
+    helps, started = threading.Event(), []
+
+    def slow(*args: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert not threads or helps.wait(20)
+            return make(*args)
+        helps.set()
+        time.sleep(0.3)
+        if cut:
+            raise AdapterFormatError("cut off")
+        make(*args)
+
+    def limited(self: threading.Thread) -> None:
+        if len(started) == threads:
+            raise RuntimeError("can't start new thread")
+        started.append(self)
+        start(self)
+
+    monkeypatch.setattr(direct, "_pool", None)
+    monkeypatch.setattr(direct, "_make", slow)
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    raw = torch.full((4 * 4096,), 7, dtype=torch.uint8)
+    if cut and threads:
+        with pytest.raises(AdapterFormatError, match="cut off"):
+            direct.fill(raw, [direct.Entry(0, torch.float32, direct.Recipe(stored))])
+    else:
+        direct.fill(raw, [direct.Entry(0, torch.float32, direct.Recipe(stored))])
+        assert torch.equal(raw.view(torch.float32), tensor)
+    checkpoint.close()
+
+
+def test_who_comes_late_does_not_keep_the_block(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers that are still in the queue find nothing to do, and hold nothing."""
+    queued: list[Any] = []
+    monkeypatch.setattr(direct, "_start", lambda help, threads: queued.append(help))
+    memory = np.zeros(4 * 4096, dtype=np.uint8)
+    alive, tensor = weakref.ref(memory), torch.arange(4096.0)
+    direct.fill(torch.from_numpy(memory), [direct.Entry(0, torch.float32, direct.Recipe(_stored(tensor)))])
+    assert memory.tobytes() == tensor.numpy().tobytes()
+    del memory
+    assert queued and alive() is None
+    queued[0]()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
