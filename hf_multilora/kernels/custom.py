@@ -4,6 +4,9 @@ Buffers are allocated in the ops: safe in a graph, and no state that Inductor ca
 pair: while a graph is captured, the first lets the kernels run on a stream of their own, beside the base layers, and
 the second brings the streams together. Between them nobody may read or free what these kernels use, hence `join_`
 takes it all.
+
+Inductor keeps compiled graphs on disk, and knows ops by their names alone: an op whose arguments change needs another
+name.
 """
 
 from __future__ import annotations
@@ -68,30 +71,36 @@ def slices_of(ys: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor]:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device, counters: int) -> torch.cuda.Stream:
+    """A model's, which its counters stand for: two models may be captured at a time, and not into one graph."""
     return torch.cuda.Stream(device)
 
 
 def start_delta(x: Tensor, arena: Any, rows: Any, site: int, widths: Sequence[int], y: torch.dtype) -> Tensor:
-    """Deltas of `x [n, K]` as fp32 `[n, sum of the widths]`, beside what comes next where that is being captured."""
-    d = torch.empty(x.shape[0], sum(widths), dtype=torch.float32, device=x.device)
+    """Deltas of `x [..., K]` as fp32 `[n, sum of the widths]`, beside what comes next where that is being captured."""
+    k = x.shape[-1]
+    n = x.numel() // k
+    d = torch.empty(n, sum(widths), dtype=torch.float32, device=x.device)
     beside: Any = nullcontext()
     if torch.cuda.is_current_stream_capturing():
-        side = _side_stream(x.device)
+        side = _side_stream(x.device, arena.counters.data_ptr())
         side.wait_stream(torch.cuda.current_stream(x.device))
         beside = torch.cuda.stream(side)
     with torch.cuda.device(x.device), beside:
-        # Allocated on the stream that uses them: another's might hand them out again before these kernels have run.
-        call = launch.describe(x.shape[0], x.shape[1], widths, x.dtype, y, arena, rows)
+        # Allocated on the stream that uses them (a copy of x, planes): the other one might hand their memory out
+        # again before these kernels have run.
+        source = unit_stride(x.reshape(n, k))
+        call = launch.describe(n, k, widths, x.dtype, y, arena, rows)
         planes = torch.empty(launch.plane_elems(call), dtype=torch.float32, device=x.device)
-        launch.delta(d, widths, x, y, arena, rows, planes, site)
+        launch.delta(d, widths, source, y, arena, rows, planes, site)
     return d
 
 
-def join(device: torch.device) -> None:
-    """What comes next on the current stream waits for `start_delta`."""
+def join(counters: Tensor) -> None:
+    """What comes next on the current stream waits for the `start_delta` of the model that these counters belong to."""
     if torch.cuda.is_current_stream_capturing():
-        torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+        device = counters.device
+        torch.cuda.current_stream(device).wait_stream(_side_stream(device, counters.data_ptr()))
 
 
 # x is not written. Said to be, it makes the compiler keep the base layers, which read x, behind this op: by its data
@@ -114,9 +123,8 @@ def delta(
 
     -0.0 where they add nothing. Not to be read before `join_`.
     """
-    source = unit_stride(x.reshape(-1, x.shape[-1]))
     arena = launch.Arena(data, meta, floats, counters, slot_elems, max_rank)
-    d = start_delta(source, arena, launch.Rows(row_slots, None, rows), site, widths, x.dtype)
+    d = start_delta(x, arena, launch.Rows(row_slots, None, rows), site, widths, x.dtype)
     return d.view(*x.shape[:-1], d.shape[1])
 
 
@@ -126,9 +134,9 @@ def _(x: Tensor, data: Tensor, meta: Tensor, floats: Tensor, counters: Tensor, *
 
 
 @torch.library.custom_op("hf_multilora::join_", mutates_args=("d",))
-def join_(d: Tensor, x: Tensor, ys: Sequence[Tensor]) -> None:
+def join_(d: Tensor, x: Tensor, ys: Sequence[Tensor], counters: Tensor) -> None:
     """From here on `d` may be read; x is what it was made from, ys what the base layers made of x meanwhile."""
-    join(d.device)
+    join(counters)
 
 
 @join_.register_fake

@@ -171,7 +171,8 @@ def _key(ys: Sequence[Tensor], x: Tensor, arena: Arena, rows: Rows) -> tuple[Any
     shapes = [x.shape, x.stride(0), x.dtype, rows.rows, rows.starts is None, rows.slots.shape]
     for y in ys:
         shapes += [y.shape, y.stride(0), y.dtype]
-    return (*shapes, data.data_ptr(), data.dtype, data.device, meta.data_ptr(), *meta.shape, *arena[4:])
+    where = (data.data_ptr(), meta.data_ptr(), arena.floats.data_ptr(), arena.counters.data_ptr())
+    return (*shapes, *where, data.dtype, data.device, *meta.shape, *arena[4:])
 
 
 def _run_recipe(recipe: Recipe, ys: Sequence[Tensor], x: Tensor, rows: Rows, planes: Tensor, site: int) -> None:

@@ -194,8 +194,8 @@ class LinearOp(_Op):
             return custom.delta(x, *arena, self.slot_elems, self.max_rank)
         if not torch.cuda.is_current_stream_capturing():
             return None
-        source, row_map = unit_stride(x.reshape(n, -1)), launch.Rows(row_slots, None, rows)
-        return custom.start_delta(source, self._arena, row_map, self.site, self.widths, x.dtype)
+        row_map = launch.Rows(row_slots, None, rows)
+        return custom.start_delta(x, self._arena, row_map, self.site, self.widths, x.dtype)
 
     def end(
         self,
@@ -211,12 +211,14 @@ class LinearOp(_Op):
         grad = any(y.requires_grad for y in ys)
         if _is_compiling() and not grad:
             if h is not None:
-                custom.join_(h, x, ys)
+                custom.join_(h, x, ys, self.counters)
                 return tuple((y + d).to(y.dtype) for y, d in zip(ys, h.split(self.outputs, -1), strict=True))
             tensors = (self.data, self.meta, self.floats, self.counters, row_slots, rows, self.site)
             sizes = (self.widths, self.outputs, self.slot_elems, self.zero_off, self.max_rank)
             custom.expand_(ys, x, *tensors, *sizes, row_starts)
             return ys
+        if h is not None:
+            custom.join(self.counters)
         n = x.numel() // self.in_features
         if n == 0 or rows == 0:
             return ys
@@ -237,7 +239,6 @@ class LinearOp(_Op):
         views, recipe = slices_of(targets, self.widths), None
         with torch.cuda.device(self._device):
             if h is not None:
-                custom.join(h.device)
                 launch.finish(views, h, self._arena, row_map, self.site)
             else:
                 source = unit_stride(x.reshape(n, -1))

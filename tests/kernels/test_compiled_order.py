@@ -24,12 +24,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return torch.ones(x.shape[0], sum(widths))
 
     monkeypatch.setattr(custom, "start_delta", start)
-    monkeypatch.setattr(custom, "join", lambda device: events.append("join"))
+    monkeypatch.setattr(custom, "join", lambda counters: events.append("join"))
     return events
 
 
 @pytest.mark.skipif(not custom.HAS_TRITON, reason="the op describes a launch of Triton's")
-def test_base_layers_run_between_delta_and_join(recorded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_layers_run_between_delta_and_join(recorded: list[str]) -> None:
     weights = [torch.randn(width, 32) for width in WIDTHS]
     table = torch.zeros(8, dtype=torch.int32)
     empty = torch.zeros(1)
@@ -38,7 +38,7 @@ def test_base_layers_run_between_delta_and_join(recorded: list[str], monkeypatch
         x = torch.nn.functional.rms_norm(x, (32,))
         h = custom.delta(x, empty, empty, empty, empty, table, 4, 0, list(WIDTHS), 64, 8)
         ys = [torch.nn.functional.linear(x, weight) for weight in weights]
-        custom.join_(h, x, ys)
+        custom.join_(h, x, ys, empty)
         q, k, v = ((y + d).relu() for y, d in zip(ys, h.split(WIDTHS, -1), strict=True))
         return torch.cat([q, k, v, x], -1)
 
@@ -46,9 +46,9 @@ def test_base_layers_run_between_delta_and_join(recorded: list[str], monkeypatch
     with torch.no_grad():
         want = forward(x)
         recorded.clear()
-        monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
         torch._dynamo.reset()
-        got, code = run_and_get_code(torch.compile(forward, fullgraph=True), x)
+        with torch._inductor.config.patch(force_disable_caches=True):
+            got, code = run_and_get_code(torch.compile(forward, fullgraph=True), x)
     torch.testing.assert_close(got, want)
     assert recorded == ["delta", "join"]
     source = code[0][code[0].index("def call(") :]

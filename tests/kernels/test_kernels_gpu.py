@@ -223,6 +223,23 @@ def test_neighbours_in_segments_change_no_bit(dtype: torch.dtype) -> None:
     assert all(same_bits(got[row], wanted[slot][row]) for row, slot in enumerate(slots) if slot != 1)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+@pytest.mark.parametrize("rows", [3, 24])
+def test_a_group_gives_the_bits_of_its_layers_alone(rows: int, tokens: int) -> None:
+    """A neighbour may make a batch go layer by layer: it must not change a bit."""
+    widths, dtype = (4096, 1024, 1024), torch.bfloat16
+    bed = Bed([[16, 16, 16], [5, 0, 64], [33, 64, 8]], 4096, widths, dtype, vectors=True, device="cuda")
+    arena = (bed.data, bed.meta, bed.floats, bed.slot_elems, bed.zero_off)
+    y, x = bed.inputs(rows * tokens, dtype, device="cuda")
+    row_slots = on_table([row % 4 - 1 for row in range(rows)], bed)
+    together = tuple(part.contiguous() for part in y.split(widths, 1))
+    LinearOp(*arena, bed.site, 4096, widths, 64, Workspace(), widths)(together, x, row_slots, rows)
+    for number, (width, part) in enumerate(zip(widths, y.split(widths, 1), strict=True)):
+        alone = LinearOp(*arena, bed.site + number, 4096, (width,), 64, Workspace())
+        got = alone((part.contiguous(),), x, row_slots, rows)[0]
+        assert same_bits(got, together[number]), (number, width)
+
+
 @pytest.mark.parametrize("rows", [4, 40])
 def test_a_long_chain_of_dependent_launches(rows: int) -> None:
     """Each layer reads what the one before wrote; a race would show as other bits in some of the runs."""
