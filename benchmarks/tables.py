@@ -247,10 +247,43 @@ def listed(benchmark: str) -> list[str]:
     return ["\n".join(lines)]
 
 
+def kernels() -> list[str]:
+    """One layer's kernels by batch, beside the best peer's."""
+    runs = read_runs(HERE / "results", "kernels")
+    if not runs:
+        return []
+    figures = runs[-1].figures.values()
+    points: dict[tuple[int, int, int], dict[str, dict[str, Any]]] = {}
+    for row in figures:
+        if row.get("part") and row["tokens"] == row["rows"]:
+            points.setdefault((row["rows"], row["adapters"], row["rank"]), {})[row["part"]] = row
+    peers = {row["what"].removesuffix(", to the best peer"): row["peer_us"] for row in figures if "peer_us" in row}
+    lines = [
+        f"{about(runs[-1])}: the adapters' kernels of one 8B decoder layer at decode, microseconds over the base GEMMs; "
+        "the best peer is the faster of vLLM's and SGLang's kernels, measured likewise (benchmarks/peers.json).",
+        "",
+        "| rows | adapters | rank | floor | added by the compiler | added by a kernel | in place | best peer |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (rows, adapters, rank), parts in sorted(points.items()):
+        over = [parts[f"over base, {way}"] for way in ("deltas", "beside", "in place") if f"over base, {way}" in parts]
+        if over:
+            cells = " | ".join(f"{row['value']:.1f}" for row in over)
+            peer = peers[over[0]["what"]]
+            lines.append(f"| {rows} | {adapters} | {rank} | {over[0]['floor_us']:.1f} | {cells} | {peer:.0f} |")
+    means = [row for row in figures if "geometric mean" in row["what"] and "over base" in row["what"]]
+    if means:
+        named = {"deltas": "added by the compiler", "beside": "added by a kernel", "in place": "in place"}
+        texts = [f"{named[row['what'].split('over base, ')[1].split(':')[0]]} {row['value']:.2f} x" for row in means]
+        lines += ["", f"Geometric means to the best peer: {', '.join(texts)}."]
+    return ["\n".join(lines)]
+
+
 def table() -> str:
     """All parts that have results, as markdown."""
     runs = [run for run in read_runs(HERE / "results", "generate") if on_the_shape(run)]
-    parts = decode(runs) + prefill(runs) + listed("memory") + registered() + listed("kinds") + listed("cpu")
+    parts = decode(runs) + prefill(runs) + kernels() + listed("memory") + registered()
+    parts += listed("kinds") + listed("cpu")
     return "\n\n".join(parts)
 
 
