@@ -2,7 +2,8 @@
 
 Both follow from the shape of a call, the arena's largest rank and its number of slots, never from who is in the batch:
 else a row's bits would depend on its neighbours. Block sizes come from a rule; where a table (`table`) has tuned ones
-for a shape, they replace the rule's.
+for a shape, they replace the rule's. Nothing that changes the order of sums may depend on the `widths` of a call: a
+neighbour decides whether a layer is served in a group or alone, and that must not change one bit of a row.
 
 Sources: decode moves each adapter's factors once, so its sizes are chosen to have a few megabytes of 16-byte loads in
 flight over all multiprocessors; prefill moves x and y once. Figures in bytes are for an H200 (132 multiprocessors).
@@ -27,31 +28,30 @@ TILE_TOKENS = 16
 # Rows that share slots are served together from this many rows, and this many for each slot, on.
 SEGMENT_ROWS, SEGMENT_ROWS_A_SLOT = 8, 2
 MAX_DELTA_TOKENS = 4096
-# Programs that fill the machine: K is split, or columns are cut finer, until there are this many.
-DECODE_PROGRAMS = 512
+# Programs that fill the machine: K is split until there are this many.
 PREFILL_PROGRAMS = 128
 # What the stages of a pipeline may take of a multiprocessor's memory.
 SHARED_BYTES = 200_000
+# Slices of the largest group: sizes that change sums are made for it, also where a layer is alone.
+MAX_SLICES = 4
 
 # Decode shrink by tokens in the call: (up to, bytes of a row of A that a program reads, of these at a time, warps).
 SHRINK_ROWS = ((256, 1024, 512, 4), (1 << 62, 2048, 512, 4))
-# Decode expand: bytes of a row of Bt that a program reads (the most that still makes DECODE_PROGRAMS), warps.
-EXPAND_ROWS = ((1024, 2), (512, 1), (256, 1), (128, 1))
+# Decode expand: bytes of a row of Bt that a program reads, warps. One setting for all: how threads are laid out decides
+# in which order planes are added, and with 16 bytes or more for each of its 32, a thread has all ranks of its columns.
+EXPAND_ROWS = (512, 1)
 # Segments, by largest rank (up to): (elements of K for a program, at a time, stages, warps).
 SHRINK_SEGMENTS = ((32, 256, 256, 2, 4), (1 << 62, 512, 128, 3, 4))
-# Segments, by largest rank and widest slice (up to): (columns, largest rank at once, stages, warps).
-EXPAND_SEGMENTS = (
-    (32, 8192, 256, 32, 1, 4),
-    (32, 1 << 62, 128, 32, 1, 4),
-    (1 << 62, 1 << 62, 128, 32, 2, 4),
-)
+# Segments, by largest rank and widest slice (up to): (columns, stages, warps). The largest rank at once orders the sums.
+EXPAND_SEGMENTS = ((32, 8192, 256, 1, 4), (32, 1 << 62, 128, 1, 4), (1 << 62, 1 << 62, 128, 2, 4))
+EXPAND_SEGMENTS_RANK = 32
 # Prefill shrink, by kind of dot: (largest tile of tokens, elements of K at a time, largest rank at once, stages,
 # warps).
 SHRINK_TILES = {"native": (64, 128, 64, 4, 4), "tf32": (32, 64, 64, 3, 4), "ieee": (32, 32, 32, 2, 4)}
 # Prefill expand: (largest tile of tokens, columns, largest rank at once, steps, warps).
 EXPAND_TILES = {"split": (64, 128, 64, 8, 4), "tf32": (32, 128, 16, 4, 4), "ieee": (32, 64, 16, 4, 4)}
-# The same for ranks up to LOW_RANK into slices of more than WIDE columns.
-EXPAND_TILES_WIDE, WIDE, LOW_RANK = (32, 128, 16, 1, 4), 8192, 16
+# The same for "split" and ranks up to LOW_RANK.
+EXPAND_TILES_LOW, LOW_RANK = (32, 128, 16, 1, 4), 16
 
 # What a search tries, the last field changing first; `search_space` leaves out what cannot run, or would spill.
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
@@ -248,7 +248,7 @@ def shrink_rule(call: Call) -> ShrinkTiling:
     dot, per_row = _shrink_dot(call.x, call.data), call.n // call.rows
     block_m, block_k, block_r, stages, warps = SHRINK_TILES[dot]
     block_m, block_r = min(block_m, _power_of_2(per_row)), _rank_block(call.max_rank, block_r, 16)
-    while stages * block_k * (block_m + block_r * len(call.widths)) * size > SHARED_BYTES and block_k > 32:
+    while stages * block_k * (block_m + block_r * MAX_SLICES) * size > SHARED_BYTES and block_k > 32:
         block_k //= 2
     programs = call.rows * -(-per_row // block_m)
     split = min(8, -(-PREFILL_PROGRAMS // programs))
@@ -260,17 +260,15 @@ def expand_rule(call: Call) -> ExpandTiling:
     """Sizes of the expand for any shape."""
     kind, n = kind_of(call), call.n
     if kind == "rows":
-        sizes = [(size // call.data.itemsize, warps) for size, warps in EXPAND_ROWS]
-        width = max(call.widths)
-        block_n, warps = next((s for s in sizes if n * -(-width // s[0]) >= DECODE_PROGRAMS), sizes[-1])
-        return ExpandTiling(1, block_n, _rank_block(call.max_rank, 16, 1), 1, warps, "")
+        size, warps = EXPAND_ROWS
+        return ExpandTiling(1, size // call.data.itemsize, _rank_block(call.max_rank, 16, 1), 1, warps, "")
     dot = _expand_dot(call.y, call.data)
     if kind == "segments":
         width, rank = max(call.widths), call.max_rank
-        block_n, block_r, stages, warps = next(x[2:] for x in EXPAND_SEGMENTS if rank <= x[0] and width <= x[1])
-        return ExpandTiling(1, block_n, _rank_block(call.max_rank, block_r, 16), stages, warps, dot)
-    wide = dot == "split" and max(call.widths) > WIDE and call.max_rank <= LOW_RANK
-    block_m, block_n, block_r, steps, warps = EXPAND_TILES_WIDE if wide else EXPAND_TILES[dot]
+        block_n, stages, warps = next(x[2:] for x in EXPAND_SEGMENTS if rank <= x[0] and width <= x[1])
+        return ExpandTiling(1, block_n, _rank_block(rank, EXPAND_SEGMENTS_RANK, 16), stages, warps, dot)
+    low = dot == "split" and call.max_rank <= LOW_RANK
+    block_m, block_n, block_r, steps, warps = EXPAND_TILES_LOW if low else EXPAND_TILES[dot]
     block_m = min(block_m, _power_of_2(n // call.rows))
     return ExpandTiling(block_m, block_n, _rank_block(call.max_rank, block_r, 16), 1, warps, dot, steps)
 
