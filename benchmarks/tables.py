@@ -259,7 +259,7 @@ def kernels() -> list[str]:
             points.setdefault((row["rows"], row["adapters"], row["rank"]), {})[row["part"]] = row
     peers = {row["what"].removesuffix(", to the best peer"): row["peer_us"] for row in figures if "peer_us" in row}
     lines = [
-        f"{about(runs[-1])}: the adapters' kernels of one 8B decoder layer at decode, microseconds over the base GEMMs; "
+        f"{about(runs[-1])}: the kernels of one 8B decoder layer at decode, microseconds over the base GEMMs; "
         "the best peer is the faster of vLLM's and SGLang's kernels, measured likewise (benchmarks/peers.json).",
         "",
         "| rows | adapters | rank | floor | added by the compiler | added by a kernel | in place | best peer |",
