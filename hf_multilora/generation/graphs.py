@@ -67,7 +67,7 @@ class Graphs:
         self.kept = KeptCaches()
         # None: it failed, and is not tried again.
         self._graphs: OrderedDict[Hashable, StepGraph | None] = OrderedDict()
-        self._weights: tuple[int, ...] | None = None
+        self._given: tuple[Hashable, ...] | None = None
         self._failures = 0
 
     def __len__(self) -> int:
@@ -79,10 +79,10 @@ class Graphs:
 
     def begin(self, model: Any) -> Callable[..., Any]:
         """The forward of one generate(): replays decode steps, runs everything else. The caller holds the lock."""
-        obstacle, weights = survey_model(model)
-        if self._weights is not None and weights != self._weights:
+        obstacle, given = survey_model(model)
+        if self._given is not None and given != self._given:
             self.clear()
-        self._weights = weights
+        self._given = given
         self._release(self.kept.sweep())
         if self.recorder is None:
             self.recorder = self.make_recorder(self.routing.static.device)
@@ -96,7 +96,7 @@ class Graphs:
         if self.recorder is not None and self._graphs:
             self.recorder.synchronize()
         self._graphs.clear()
-        self.kept = KeptCaches()
+        self.kept.clear()
         self.recorder = None
         self._failures = 0
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from transformers import PretrainedConfig
 
 
 def environment(model: Any) -> Hashable:
@@ -33,9 +35,14 @@ def environment(model: Any) -> Hashable:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
-def survey_model(model: Any) -> tuple[str | None, tuple[int, ...]]:
-    """What stands in the way of capturing a model (None: nothing), and where its weights are."""
-    places: list[int] = []
+def survey_model(model: Any) -> tuple[str | None, tuple[Hashable, ...]]:
+    """What stands in the way of capturing a model (None: nothing), and what a captured step has taken for granted.
+
+    The latter: which modules there are and what they run, where their weights are, the numbers that they and their
+    configs hold. A step that was captured before any of it changed would go on with what was.
+    """
+    given: list[Hashable] = []
+    configs: dict[int, Any] = {}
     obstacle = None
     if "llama4" in str(getattr(model.config, "model_type", "")):
         obstacle = "transformers does not compile this architecture either"
@@ -47,12 +54,39 @@ def survey_model(model: Any) -> tuple[str | None, tuple[int, ...]]:
         state = module.__dict__
         if any(not _harmless(hook) for name in _HOOKS for hook in state[name].values()):
             obstacle = f"a {type(module).__name__} has a forward hook"
-        own = {**state, **state["base_layer"].__dict__} if "base_layer" in state else state
+        # A wrapper's own attributes are no part of what the base layer computes.
+        runs = state.get("base_layer", module)
+        held = runs.__dict__
+        own = {**state, **held} if runs is not module else state
         if "_hf_hook" in own or "forward" in own or own.get("_compiled_call_impl") is not None:
             obstacle = f"a {type(module).__name__} has a forward of its own (offloaded, compiled, or patched)"
         for tensors in (state["_parameters"], state["_buffers"]):
-            places.extend(tensor.data_ptr() for tensor in tensors.values() if tensor is not None)
-    return obstacle, tuple(places)
+            given.extend(tensor.data_ptr() for tensor in tensors.values() if tensor is not None)
+        # The class beside the id, for an id may come again.
+        kind: Any = type(runs)
+        given += [id(runs), kind, kind.forward]
+        given += [value for name, value in held.items() if type(value) in _PLAIN and name != _OF_GENERATE]
+        if "config" in held:
+            configs[id(held["config"])] = held["config"]
+    given += [_numbers(config.__dict__) for config in configs.values() if isinstance(config, PretrainedConfig)]
+    return obstacle, tuple(given)
+
+
+_OF_GENERATE = "_previous_max_cache_length"  # generate() keeps it on the model, whose forward does not read it
+_PLAIN = frozenset(
+    (bool, int, float, complex, str, NoneType, FunctionType, BuiltinFunctionType, type, torch.dtype, torch.device)
+)
+
+
+def _numbers(value: Any) -> Hashable:
+    """What a config holds, to be compared; None for objects of which nothing is known."""
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        return tuple((str(name), _numbers(item)) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(_numbers(item) for item in value)
+    return _numbers(value.__dict__) if isinstance(value, PretrainedConfig) else None
 
 
 def _harmless(hook: Any) -> bool:

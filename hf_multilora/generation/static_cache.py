@@ -250,9 +250,9 @@ class KeptCaches:
             shape = (batch, others, _shape(cache))
         except NotCapturable:
             return
+        self._shapes[cache] = (shape, batch, length)
         found = next((kept for kept in self._kept if kept.shape == shape and kept.free()), None)
         if found is None:
-            self._shapes[cache] = (shape, batch, length)
             return
         found.give(cache)
         self._kept.remove(found)
@@ -270,11 +270,18 @@ class KeptCaches:
         if not all(holder.get("is_initialized", True) for holder in dicts_of(cache)):
             return None
         kept = next((kept for kept in self._kept if kept.user is not None and kept.user() is cache), None)
+        made_for = self._shapes.pop(cache, ())
         if kept is None or not kept.still(cache):  # a new one, or one whose tensors were replaced since
-            kept = Kept(cache, *self._shapes.pop(cache, ()))
+            kept = Kept(cache, *made_for)
             self._kept.append(kept)
         view = self._views[cache] = CacheView(cache, kept)
         return view
+
+    def clear(self) -> None:
+        """Forget all tensors. Caches that have been prepared are known still."""
+        self._kept.clear()
+        self._views.clear()
+        self._longest = max((length for _, _, length in self._shapes.values()), default=0)
 
     def sweep(self) -> list[Kept]:
         """Forget what no cache will use again, and the oldest beyond MAX_KEPT; returns it."""

@@ -261,6 +261,49 @@ def test_a_weight_that_is_replaced() -> None:
     assert torch.equal(decode(model, prompts(3), adapter_ids="r8"), uncaptured(model, prompts(3), adapter_ids="r8"))
 
 
+def _other_forward(model: Any, patch: pytest.MonkeyPatch) -> None:
+    kind = type(model.model.layers[0].mlp)
+    old = kind.forward
+    patch.setattr(kind, "forward", lambda self, x: 3 * old(self, x))
+
+
+def _other_base_forward(model: Any, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch.nn.Linear, "forward", lambda self, x: 2 * torch.nn.functional.linear(x, self.weight))
+
+
+def _config_that_is_read(model: Any, patch: pytest.MonkeyPatch) -> None:
+    model.config.rope_parameters["factor"] = 7.0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, patch: vars(model.model.layers[1].self_attn).update(scaling=1.5),
+        lambda model, patch: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.Tanh()),
+        lambda model, patch: setattr(model.model.norm, "variance_epsilon", 5.0),
+        lambda model, patch: setattr(model.model.rotary_emb, "attention_scaling", 2.5),
+        lambda model, patch: setattr(model.model.layers[0].mlp.up_proj.base_layer, "gain", 2.5),
+        _other_forward,
+        _other_base_forward,
+        _config_that_is_read,
+    ],
+    ids=["number", "module", "norm", "rope", "base layer", "forward", "forward of a base layer", "config"],
+)
+def test_a_model_that_is_changed(change: Any) -> None:
+    """Numbers, modules and forwards of the model are part of what was captured, as its weights are."""
+    model, inputs = build(), prompts(3, side=None)
+    with pytest.MonkeyPatch.context() as patch:
+        for ids in ("r8", "r8"):
+            decode(model, inputs, adapter_ids=ids)
+        assert model.multilora.graphs.captures == 1
+        change(model, patch)
+        got = decode(model, inputs, adapter_ids="r8")
+        assert model.multilora.graphs.captures == 2
+        assert torch.equal(got, uncaptured(model, inputs, adapter_ids="r8"))
+        decode(model, inputs, adapter_ids="r8")
+        assert model.multilora.graphs.captures == 2 and not model.multilora.graphs.refusals
+
+
 def test_a_layer_that_reads_on_the_host() -> None:
     model = build()
     kind = type(model.model.layers[0].mlp)
