@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from hf_multilora.generation.static_cache import Kept
+from hf_multilora.generation.kept_caches import Kept
 from hf_multilora.kernels import reference
 
 _recording: list[Recording] = []

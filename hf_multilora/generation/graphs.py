@@ -23,8 +23,9 @@ from transformers.utils import logging
 from ..routing import Routing, RowState
 from .cache import find_cache
 from .capture import Audit, Constants, CudaRecorder, address_of
+from .kept_caches import KeptCaches
 from .obstacles import environment, survey_model
-from .static_cache import CacheView, KeptCaches, NotCapturable
+from .static_cache import CacheView, NotCapturable
 from .step_graph import Input, StepGraph, flatten, unflatten
 
 logger = logging.get_logger(__name__)
@@ -75,7 +76,7 @@ class Graphs:
 
     def prepare(self, model: Any, cache: Any, batch: int, length: int) -> None:
         """generate() has made a static cache: give it tensors that graphs know, if there are any."""
-        self.kept.prepare(cache, batch, length, environment(model))
+        self._release(self.kept.prepare(cache, batch, length, environment(model)))
 
     def begin(self, model: Any) -> Callable[..., Any]:
         """The forward of one generate(): replays decode steps, runs everything else. The caller holds the lock."""

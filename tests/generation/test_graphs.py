@@ -20,6 +20,7 @@ from transformers import CompileConfig, PreTrainedModel, StaticCache
 
 from hf_multilora import ConfigError, ModelError, disable_multilora, enable_multilora
 from hf_multilora.generation import graphs as graphs_module
+from hf_multilora.generation import kept_caches
 
 NEW = 6
 BATCHES: list[Any] = [["r8", None, "r3"], ["r3", "r3", MIX], [None, "r64", None], "r8", None, ["r64", "r8", None]]
@@ -353,6 +354,23 @@ def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         got = decode(model, prompts(rows), adapter_ids="r8")
         assert torch.equal(got, uncaptured(model, prompts(rows), adapter_ids="r8"))
     assert len(model.multilora.graphs) == 2 and model.multilora.graphs.captures == 4
+
+
+def test_graphs_go_with_their_caches_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the next cache is made, that is."""
+    model = build()
+    graphs = model.multilora.graphs
+    decode(model, prompts(3), adapter_ids="r8")
+    decode(model, prompts(2), adapter_ids="r8")
+    assert len(graphs) == len(graphs.kept._kept) == 2
+    monkeypatch.setattr(kept_caches, "available_bytes", lambda device, enough: 0)
+    seen: list[int] = []
+    begin = graphs.begin
+    monkeypatch.setattr(graphs, "begin", lambda model: (seen.append(len(graphs)), begin(model))[1])
+    for rows in (1, 3):
+        got = decode(model, prompts(rows), adapter_ids="r8")
+        assert torch.equal(got, uncaptured(model, prompts(rows), adapter_ids="r8"))
+    assert seen == [0, 0] and len(graphs) == len(graphs.kept._kept) == 1
 
 
 def test_casting_and_disabling_let_go() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
 import torch
 from models import FAMILIES
 from transformers import StaticCache
 
-from hf_multilora.generation.static_cache import MAX_KEPT, KeptCaches
+from hf_multilora.generation import kept_caches
+from hf_multilora.generation.kept_caches import MAX_KEPT, KeptCaches
 
 
 def new_cache(model: Any, length: int = 16) -> Any:
@@ -71,11 +73,12 @@ def test_tensors_of_other_shapes_are_not_given() -> None:
     fill(model, cache)
     kept.view(cache)
     del cache
-    for rows, length, others in ((3, 16, None), (2, 20, None), (2, 16, torch.float64)):
+    gone = []
+    for rows, length, others in ((3, 16, None), (2, 16, torch.float64), (2, 20, None)):
         other = new_cache(model, length=length)
-        kept.prepare(other, rows, length, others)
+        gone.append(len(kept.prepare(other, rows, length, others)))
         assert other.layers[0].keys is None
-    assert len(kept.sweep()) == 1, "a longer one was made, so that the shorter one is never asked for again"
+    assert gone == [0, 0, 1], "a longer one is made, so that the shorter one is never asked for again"
     wrong = new_cache(model, length=20)  # generate() believes that it has 3 rows
     kept.prepare(wrong, 3, 20)
     fill(model, wrong, rows=4)
@@ -96,3 +99,35 @@ def test_few_caches_are_kept() -> None:
         del cache
         kept.sweep()
     assert len(kept._kept) == MAX_KEPT
+
+
+@pytest.mark.parametrize("total", [80, 20, 12, 8])
+def test_what_is_kept_leaves_as_much_free(monkeypatch: pytest.MonkeyPatch, total: int) -> None:
+    """On a device with room for `total` rows: what was kept made a generate() fail that has room for its cache."""
+    model, kept = FAMILIES["llama"].build(), KeptCaches()
+    row = _bytes_of_a_row(model)
+
+    def in_use() -> int:
+        return sum(held.nbytes for held in kept._kept)
+
+    monkeypatch.setattr(kept_caches, "available_bytes", lambda device, enough: min(enough, total * row - in_use()))
+    for rows in (8, 7, 6, 5, 4, 3, 2, 1, 8):
+        before, cache = len(kept._kept), new_cache(model)
+        gone = kept.prepare(cache, rows, 16)
+        assert before - len(kept._kept) == len(gone)
+        new = rows * row if cache.layers[0].keys is None else 0
+        unused = sum(held.nbytes for held in kept._kept if held.unused())
+        assert unused <= max(0, total * row - in_use() - new), rows
+        fill(model, cache, rows)
+        assert kept.view(cache) is not None
+        del cache
+    assert (len(kept._kept) == 8) == (total == 80)
+
+
+def _bytes_of_a_row(model: Any) -> int:
+    kept, cache = KeptCaches(), new_cache(model)
+    kept.prepare(cache, 1, 16)
+    fill(model, cache, 1)
+    kept.view(cache)
+    assert kept._kept[0].nbytes == sum(layer.keys.nbytes + layer.values.nbytes + 8 for layer in cache.layers)
+    return kept._kept[0].nbytes
