@@ -6,7 +6,9 @@ of the shrink ("s") and of the expand ("e"). `bench tune` writes tables itself, 
 
 A candidate is judged by its time over the base plus half of its time alone, against the setting that the rule gives
 today, if that was among those measured, and otherwise against the first. It has to be better by 4 %, and by more than
-such differences scatter: at one row both figures are a launch, and the same setting was up to 0.9 us apart.
+such differences scatter: at one row both figures are a launch, and the same setting was up to 0.9 us apart. Settings
+that a table may not give are passed over, and so is the shrink where several groups of layers share a k: its row would
+serve them all, whatever their widths.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_multilora.bench.kernels import groups_of
-from hf_multilora.kernels.table import FORMAT, read
+from hf_multilora.errors import ConfigError
+from hf_multilora.kernels.table import FIELDS, FORMAT, read, tried
 from hf_multilora.kernels.tuning import call_of, expand_rule, kind_of, shrink_rule, with_sizes
 
 GROUPS = dict(zip(("qkv", "o", "gate_up", "down"), groups_of("8B"), strict=True))
@@ -29,6 +32,18 @@ def score(result: list[Any]) -> float:
     return float(result[0] + 0.5 * result[1])
 
 
+def legal(kernel: str, shape: dict[str, Any], rule: Any, sizes: dict[str, int] | None) -> dict[str, int] | None:
+    """What a table says for these sizes; None where it may not give them."""
+    if sizes is None or any(getattr(rule, name) != sizes[name] for name in sizes.keys() - FIELDS[kernel]):
+        return None
+    kept = {name: value for name, value in sizes.items() if name in FIELDS[kernel]}
+    try:
+        with tried(kernel, shape, kept):
+            return kept
+    except ConfigError:
+        return None
+
+
 def rows_of(point: str, group: str, kind: str, results: list[Any]) -> list[dict[str, Any]]:
     """Rows for the shrink and the expand of one problem, where something is better."""
     n, adapters, rank = (int(number) for number in point.split(","))
@@ -38,13 +53,19 @@ def rows_of(point: str, group: str, kind: str, results: list[Any]) -> list[dict[
     call, found = call_of(shape), []
     assert kind_of(call) == kind, point
     for op, rule in (("shrink", shrink_rule(call)), ("expand", expand_rule(call))):
-        tried = [result for result in results if result[2] == op[0]]
-        usual = next((result for result in tried if with_sizes(rule, call, result[3]) == rule), results[0])
-        best = min(tried, key=score)
+        kernel = f"{op}_{kind}"
+        if op == "shrink" and sum(k == other for other, _ in GROUPS.values()) > 1:
+            continue
+        timed = [(result, legal(kernel, shape, rule, result[3])) for result in results if result[2] == op[0]]
+        timed = [(result, sizes) for result, sizes in timed if sizes is not None]
+        if not timed:
+            continue
+        usual = next((result for result, sizes in timed if with_sizes(rule, call, sizes) == rule), results[0])
+        best, tiling = min(timed, key=lambda item: score(item[0]))
         # Less than nothing over the base is scatter, too.
         if best[0] <= 0 or score(best) > min(BETTER * score(usual), score(usual) - SCATTER_US):
             continue
-        row = {"kind": f"{op}_{kind}", "shape": shape, "tiling": best[3], "over_us": best[0], "us": best[1]}
+        row = {"kind": kernel, "shape": shape, "tiling": tiling, "over_us": best[0], "us": best[1]}
         row |= {"untuned_over_us": usual[0], "untuned_us": usual[1]}
         row["untuned"] = "the rule's" if usual is not results[0] else "the setting before"
         found.append({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()})

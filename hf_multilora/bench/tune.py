@@ -18,6 +18,7 @@ import math
 import os
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -207,16 +208,21 @@ def candidates(problem: Problem) -> Iterable[Any]:
 
 
 def common_problems() -> list[Problem]:
-    """The groups of layers of common models, at common batch sizes and ranks; families together."""
+    """The groups of layers of common models, at common batch sizes and ranks; families together.
+
+    A table's shrink serves every group with its k: where groups share one, none is tuned at the cost of others.
+    """
     found: dict[Any, Problem] = {}
-    for (hidden, query, keys, wide), rank, kind in itertools.product(MODELS.values(), RANKS, CALLS):
-        for k, widths in (
-            (hidden, (query, keys, keys)),
-            (query, (hidden,)),
-            (hidden, (wide, wide)),
-            (wide, (hidden,)),
-        ):
+    models = [
+        ((hidden, (query, keys, keys)), (query, (hidden,)), (hidden, (wide, wide)), (wide, (hidden,)))
+        for hidden, query, keys, wide in MODELS.values()
+    ]
+    groups_with = Counter(k for k, _ in set(itertools.chain(*models)))
+    for groups, rank, kind in itertools.product(models, RANKS, CALLS):
+        for k, widths in groups:
             for (n, rows, adapters), op in itertools.product(CALLS[kind], ("shrink", "expand")):
+                if op == "shrink" and groups_with[k] > 1:
+                    continue
                 shape = {"n": n, "rows": rows, "adapters": adapters, "k": k, "widths": widths, "max_rank": rank}
                 problem = Problem(f"{op}_{kind}", {**shape, "dtype": "bfloat16"})
                 found.setdefault((problem.kind, *problem.shape.values()), problem)

@@ -2,13 +2,14 @@
 
 The rule in `tuning` gives every call its kernels and their sizes; a table only replaces sizes, for the shapes that
 were timed. Which table is in force is fixed when a process first asks: the file that the variable `TABLE_ENV` names,
-or else the one that is shipped for the current device, if there is one. Nothing here depends on who is in a batch.
+or else the one that is shipped for the current device, if there is one. Nothing here depends on who is in a batch,
+and no size that changes the order of sums on the `widths` of a call: a neighbour may have a layer served alone.
 
     {"format": 1, "device": ..., "rows": [{"kind": "shrink_rows", "shape": {...}, "tiling": {"warps": 2}}, ...]}
 
-`kind` is the name of a kernel. `shape` has the fields n (rounded up to a power of two), k, widths, max_rank and dtype
-of the factors, and may say with how many rows and adapters it was timed. What else a row or a table says is for
-people.
+`kind` is the name of a kernel. `shape` has the fields n (rounded up to a power of two), k, max_rank and dtype of the
+factors, those of an expand widths, too; it may say with how many rows and adapters it was timed, and for a shrink with
+which widths. What else a row or a table says is for people.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ FORMAT = 1
 FOLDER = Path(__file__).with_name("tables")
 MAX_SPLIT = 32
 
-# The sizes that a table may give, by kernel: others would not be used, or leave columns out.
+# What a warp reads with one load of 16 bytes: of so much of a row of Bt, each thread holds all ranks of its columns.
+WARP_BYTES = 512
+
+# The sizes that a table may give, by kernel: others would not be used, leave columns out, or order sums by widths.
 FIELDS = {
-    "shrink_rows": ("chunk", "block_k", "block_r", "warps"),
-    "shrink_segments": ("chunk", "block_k", "block_r", "stages", "warps"),
-    "shrink_tiles": ("chunk", "block_m", "block_k", "block_r", "stages", "warps"),
-    "expand_rows": ("block_n", "block_r", "warps"),
-    "expand_segments": ("block_n", "block_r", "stages", "warps"),
-    "expand_tiles": ("block_m", "block_n", "block_r", "steps", "stages", "warps"),
+    "shrink_rows": ("chunk", "block_k", "warps"),
+    "shrink_segments": ("chunk", "block_k", "stages", "warps"),
+    "shrink_tiles": ("chunk", "block_m", "block_k", "stages", "warps"),
+    "expand_rows": ("block_n",),
+    "expand_segments": ("block_n", "stages", "warps"),
+    "expand_tiles": ("block_n", "steps", "stages", "warps"),
 }
 # Smallest and largest value, and whether only powers of two will do. tl.dot needs 16 of each.
 _LIMITS = {
@@ -49,12 +53,11 @@ _LIMITS = {
     "block_m": (16, 256, True),
     "block_n": (16, 4096, True),
     "block_k": (16, 4096, True),
-    "block_r": (16, 256, True),
     "steps": (1, 1024, False),
     "stages": (1, 8, False),
     "warps": (1, 16, True),
 }
-_SHAPE, _TIMED_WITH = ("n", "k", "widths", "max_rank", "dtype"), ("rows", "adapters")
+_SHAPE, _TIMED_WITH = ("n", "k", "max_rank", "dtype"), ("rows", "adapters")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 Key = tuple[Any, ...]
@@ -90,7 +93,7 @@ def tried(kernel: str, shape: Mapping[str, Any], candidate: Mapping[str, int]) -
     where = f"{kernel} {dict(candidate)}"
     before, _Trial.table = (
         _Trial.table,
-        {_key(kernel, **_shape(shape, where)): _sizes(kernel, shape, candidate, where)},
+        {_key(kernel, **_shape(kernel, shape, where)): _sizes(kernel, shape, candidate, where)},
     )
     try:
         yield
@@ -127,9 +130,12 @@ def _rows(path: str | Path, content: dict[str, Any]) -> Table:
         shape: Any = row.get("shape")
         if not isinstance(kernel, str) or kernel not in FIELDS:
             raise ConfigError(f"{where}: kind {kernel!r}: expected one of {', '.join(FIELDS)}.")
-        key = _key(kernel, **_shape(shape, where))
+        key = _key(kernel, **_shape(kernel, shape, where))
         if key in table:
-            raise ConfigError(f"{where}: an earlier row has this kind and shape (n rounded up to a power of two).")
+            but = ", widths aside" if _is_shrink(kernel) else ""
+            raise ConfigError(
+                f"{where}: an earlier row has this kind and shape (n rounded up to a power of two{but})."
+            )
         table[key] = _sizes(kernel, shape, row.get("tiling"), where)
     return table
 
@@ -177,20 +183,25 @@ def _shipped(device: int) -> Table | None:
 
 
 def _key(kernel: str, n: int, k: int, widths: Sequence[int], max_rank: int, dtype: torch.dtype) -> Key:
-    return kernel, 1 << (n - 1).bit_length(), k, tuple(widths), max_rank, dtype
+    return kernel, 1 << (n - 1).bit_length(), k, () if _is_shrink(kernel) else tuple(widths), max_rank, dtype
 
 
-def _shape(shape: Any, where: str) -> dict[str, Any]:
+def _is_shrink(kernel: str) -> bool:
+    return kernel.startswith("shrink_")
+
+
+def _shape(kernel: str, shape: Any, where: str) -> dict[str, Any]:
     """What a key is made of."""
+    fields = _SHAPE if _is_shrink(kernel) else (*_SHAPE, "widths")
     if not isinstance(shape, Mapping):
-        raise ConfigError(f"{where}: shape {shape!r}: expected an object with {', '.join(_SHAPE)}.")
+        raise ConfigError(f"{where}: shape {shape!r}: expected an object with {', '.join(fields)}.")
     for name in shape:
-        if name not in (*_SHAPE, *_TIMED_WITH):
-            raise ConfigError(f"{where}: a shape has no {name!r}.{closest(str(name), _SHAPE)}")
-    for name in _SHAPE:
+        if name not in (*_SHAPE, "widths", *_TIMED_WITH):
+            raise ConfigError(f"{where}: a shape has no {name!r}.{closest(str(name), fields)}")
+    for name in fields:
         if name not in shape:
             raise ConfigError(f"{where}: the shape has no {name}.")
-    widths, dtype = shape["widths"], shape["dtype"]
+    widths, dtype = shape.get("widths", (1,)), shape["dtype"]
     if not isinstance(widths, (list, tuple)) or not 1 <= len(widths) <= 4:
         raise ConfigError(f"{where}: widths {widths!r}: expected one to four numbers.")
     for name, value in [(name, shape[name]) for name in ("n", "k", "max_rank")] + [("widths", w) for w in widths]:
@@ -198,7 +209,7 @@ def _shape(shape: Any, where: str) -> dict[str, Any]:
             raise ConfigError(f"{where}: {name} {value!r}: expected a positive whole number.")
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise ConfigError(f"{where}: dtype {dtype!r}: expected one of {', '.join(_DTYPES)}.")
-    return {**{name: shape[name] for name in _SHAPE}, "dtype": _DTYPES[dtype]}
+    return {**{name: shape[name] for name in _SHAPE}, "widths": widths, "dtype": _DTYPES[dtype]}
 
 
 def _sizes(kernel: str, shape: Mapping[str, Any], tiling: Any, where: str) -> Sizes:
@@ -209,8 +220,10 @@ def _sizes(kernel: str, shape: Mapping[str, Any], tiling: Any, where: str) -> Si
         if name not in FIELDS[kernel]:
             raise ConfigError(f"{where}: {kernel} takes no {name!r}, but {', '.join(FIELDS[kernel])}.")
         smallest, largest, power = _LIMITS[name]
-        if name == "block_r" and kernel.endswith("_rows"):
-            smallest = 1
+        if kernel == "expand_rows" and name == "block_n":
+            smallest = WARP_BYTES // _DTYPES[shape["dtype"]].itemsize
+        if kernel == "expand_tiles" and name == "warps":
+            smallest = 4  # fewer make another MMA
         if type(value) is not int or not smallest <= value <= largest or (power and value & (value - 1)):
             what = "a power of two" if power else "a whole number"
             raise ConfigError(f"{where}: {name} {value!r}: expected {what} from {smallest} to {largest}.")

@@ -37,12 +37,13 @@ MAX_SLICES = 4
 
 # Decode shrink by tokens in the call: (up to, bytes of a row of A that a program reads, of these at a time, warps).
 SHRINK_ROWS = ((256, 1024, 512, 4), (1 << 62, 2048, 512, 4))
-# Decode expand: bytes of a row of Bt that a program reads, warps. One setting for all: how threads are laid out decides
-# in which order planes are added, and with 16 bytes or more for each of its 32, a thread has all ranks of its columns.
-EXPAND_ROWS = (512, 1)
+# Decode expand: bytes of a row of Bt that a program reads, warps. One setting for all: threads' layout decides in
+# which order planes are added.
+EXPAND_ROWS = (table.WARP_BYTES, 1)
 # Segments, by largest rank (up to): (elements of K for a program, at a time, stages, warps).
 SHRINK_SEGMENTS = ((32, 256, 256, 2, 4), (1 << 62, 512, 128, 3, 4))
-# Segments, by largest rank and widest slice (up to): (columns, stages, warps). The largest rank at once orders the sums.
+# Segments, by largest rank and widest slice (up to): (columns, stages, warps); the largest rank at once for all, as it
+# orders the sums.
 EXPAND_SEGMENTS = ((32, 8192, 256, 1, 4), (32, 1 << 62, 128, 1, 4), (1 << 62, 1 << 62, 128, 2, 4))
 EXPAND_SEGMENTS_RANK = 32
 # Prefill shrink, by kind of dot: (largest tile of tokens, elements of K at a time, largest rank at once, stages,
@@ -58,15 +59,9 @@ SPACE: dict[str, dict[str, tuple[int, ...]]] = {
     "shrink_rows": {"chunk": (512, 256, 1024, 2048), "block_k": (256, 512, 1024), "warps": (4, 2, 8)},
     "shrink_segments": {"chunk": (512, 256, 1024, 2048), "block_k": (256, 128), "stages": (2, 4), "warps": (4, 2)},
     "shrink_tiles": {"block_m": (64, 32, 128), "block_k": (128, 64), "stages": (4, 3), "warps": (4, 8)},
-    "expand_rows": {"block_n": (256, 512, 128), "warps": (1, 2, 4)},
-    "expand_segments": {"block_n": (256, 128, 64), "block_r": (16, 32, 64), "stages": (1, 2), "warps": (4, 2)},
-    "expand_tiles": {
-        "block_m": (64, 32, 128),
-        "block_n": (128, 256, 64),
-        "steps": (8, 1, 4),
-        "block_r": (16, 64),
-        "warps": (4, 8),
-    },
+    "expand_rows": {"block_n": (256, 512, 1024)},
+    "expand_segments": {"block_n": (256, 128, 64), "stages": (1, 2), "warps": (4, 2)},
+    "expand_tiles": {"block_n": (128, 256, 64), "steps": (8, 1, 4), "warps": (4, 8)},
 }
 # Elements of a tile for one thread: more do not fit its registers, and fewer leave too little in flight.
 MAX_ELEMENTS, MIN_ELEMENTS = 128, 32
@@ -205,7 +200,7 @@ def search_space(kernel: str, **shape: Any) -> list[table.Sizes]:
 def _fits(kernel: str, call: Call, tiling: Any, sizes: table.Sizes) -> bool:
     threads, size = 32 * tiling.warps, call.data.itemsize
     if isinstance(tiling, ExpandTiling):
-        if tiling.block_n * tiling.steps > _power_of_2(max(call.widths)) or tiling.block_r > max(16, call.max_rank):
+        if tiling.block_n * tiling.steps > _power_of_2(max(call.widths)):
             return False
         if kernel == "expand_segments" and tiling.stages > 1 and tiling.block_r >= call.max_rank:
             return False  # one round: nothing to overlap
@@ -221,7 +216,7 @@ def _fits(kernel: str, call: Call, tiling: Any, sizes: table.Sizes) -> bool:
         few = tiling.chunk > MAX_UNROLLED * tiling.block_k or elements < MIN_ELEMENTS * threads
         held = elements if tiling.chunk == tiling.block_k else 2 * elements  # the sums and the next step's
         return not few and held <= MAX_ELEMENTS * threads
-    height, slices = (TILE, 1) if kernel == "shrink_segments" else (tiling.block_m, len(call.widths))
+    height, slices = (TILE, 1) if kernel == "shrink_segments" else (tiling.block_m, MAX_SLICES)
     if tiling.chunk // tiling.block_k < tiling.stages - 1:
         return False
     tiles = (height * tiling.block_k, tiling.block_k * tiling.block_r, slices * height * tiling.block_r)

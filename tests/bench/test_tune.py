@@ -138,16 +138,16 @@ def test_from_the_kernels_problems_to_a_table_that_they_read(tmp_path, monkeypat
 
     monkeypatch.setattr(kernels, "Graph", Graph)
     monkeypatch.setattr(kernels, "Layers", Layers)
-    shape = {"n": 4, "rows": 4, "adapters": 4, "k": 512, "widths": (512, 512), "max_rank": 16, "dtype": "bfloat16"}
+    shape = {"n": 4, "rows": 4, "adapters": 4, "k": 512, "widths": (512, 512), "max_rank": 8, "dtype": "bfloat16"}
     problems = [Problem("shrink_rows", shape), Problem("expand_rows", shape)]
     path = tmp_path / "table.json"
     table = tune(60, path, problems=problems, timer=kernel_timer("cpu"), device="cpu", say=lambda line: None)
-    assert [row["us"] for row in table["rows"]] == [9.0, 8.0] and not any(row["failed"] for row in table["rows"])
+    assert [row["us"] for row in table["rows"]] == [9.0, 9.0] and not any(row["failed"] for row in table["rows"])
     assert len(forgotten) > 20 and len(set(map(id, forgotten))) == 1
     monkeypatch.setattr(kernel_table, "_named", lambda: kernel_table.read(path))
     call = tuning.call_of(shape)
     assert tuning.shrink_tiling(call).warps == 2
-    assert (tuning.expand_tiling(call).block_n, tuning.expand_tiling(call).warps) == (512, 2)
+    assert (tuning.expand_tiling(call).block_n, tuning.expand_tiling(call).warps) == (512, 1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")

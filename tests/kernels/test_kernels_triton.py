@@ -264,14 +264,14 @@ def test_deltas_beside_the_base_layer(tokens: int, vectors: bool) -> None:
 
 
 TUNED = [
-    ("shrink_rows", 1, {"chunk": 16, "block_k": 16, "block_r": 4}),
-    ("shrink_rows", 3, {"chunk": 64, "block_k": 16, "block_r": 16, "warps": 1}),
-    ("expand_rows", 1, {"block_n": 16, "block_r": 2}),
-    ("shrink_tiles", 19, {"chunk": 96, "block_m": 128, "block_k": 16, "block_r": 16, "stages": 1}),
+    ("shrink_rows", 1, {"chunk": 16, "block_k": 16}),
+    ("shrink_rows", 3, {"chunk": 64, "block_k": 16, "warps": 1}),
+    ("expand_rows", 1, {"block_n": 256}),
+    ("shrink_tiles", 19, {"chunk": 96, "block_m": 128, "block_k": 16, "stages": 1}),
     ("shrink_tiles", 19, {"block_k": 256}),
-    ("expand_tiles", 70, {"block_m": 16, "block_n": 16, "block_r": 16, "steps": 2}),
-    ("shrink_segments", 0, {"chunk": 32, "block_k": 16, "block_r": 16}),
-    ("expand_segments", 0, {"block_n": 16, "block_r": 16, "stages": 2}),
+    ("expand_tiles", 70, {"block_n": 16, "steps": 2}),
+    ("shrink_segments", 0, {"chunk": 32, "block_k": 16}),
+    ("expand_segments", 0, {"block_n": 16, "stages": 2}),
 ]
 
 
