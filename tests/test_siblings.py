@@ -315,7 +315,16 @@ def test_ways_to_call_a_pair(cls: type[LlamaMLP], kept: bool) -> None:
     assert attention(model).q_proj.__dict__["_group"] is not None, "the others stay"
 
 
-@pytest.mark.parametrize("cls", [LlamaMLP, Reversed, Copied])
+class Steered(LlamaMLP):
+    """Other ways to write it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.act_fn(self.gate_proj(x))
+        x[..., 0] += 3
+        return self.down_proj(gate * self.up_proj(x))
+
+
+@pytest.mark.parametrize("cls", [LlamaMLP, Reversed, Copied, Changed, Steered])
 def test_inference_mode(cls: type[LlamaMLP]) -> None:
     assert_like_single(cls, inference=True)
 
@@ -394,6 +403,32 @@ def test_hooks_of_users() -> None:
         assert torch.equal(got, logits(single, adapter_ids=IDS)) and torch.equal(got[1], logits(bare)[1])
     assert len(group_of(mlp(model).up_proj).members) == 2
     assert [names for path, names in groups(model) if path.endswith("0.self_attn")] == [], "q, then k, then v"
+
+
+def steered(model: PreTrainedModel) -> PreTrainedModel:
+    """Hooks that change x in place, between siblings."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        args[0].mul_(2)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        args[0].add_(1)
+
+    for layer in model.model.layers:
+        layer.mlp.up_proj.register_forward_pre_hook(before)
+        layer.self_attn.q_proj.register_forward_hook(after)
+    return model
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_hooks_that_change_x(inference: bool) -> None:
+    """Tensors have no version under inference_mode, so that layers with hooks are on their own there."""
+    model = steered(enabled("llama", NAMES))
+    with ungrouped():
+        single = steered(enabled("llama", NAMES))
+    with torch.inference_mode(inference):
+        for _ in range(2):
+            assert torch.equal(logits(model, adapter_ids=IDS), logits(single, adapter_ids=IDS))
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -574,7 +609,42 @@ def test_compiled_groups_are_trusted_or_proven() -> None:
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("cls", [Reversed, Copied, Twice, GatesFirst, LeavesOut])
+@pytest.mark.parametrize("source", [True, False])
+def test_compiled_forwards_that_are_patched(monkeypatch: pytest.MonkeyPatch, source: bool) -> None:
+    """The class's source says nothing of them, and they may have none."""
+    forward: Any = Changed.forward
+    if not source:
+        code = "def forward(self, x):\n x = x.clone()\n gate = self.act_fn(self.gate_proj(x))\n x.mul_(0.5)\n"
+        names: dict[str, Any] = {}
+        exec(code + " return self.down_proj(gate * self.up_proj(x))", names)
+        forward = names["forward"]
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    model = enabled("llama", NAMES)
+    assert not group_of(mlp(model).up_proj).trusted and group_of(attention(model).q_proj).trusted
+    with ungrouped():
+        single = enabled("llama", NAMES)
+    with model.multilora.use(IDS):
+        got = logits(torch.compile(model, fullgraph=True, backend="eager"))
+    assert relative_error(got, logits(single, adapter_ids=IDS)) <= 1e-5
+    with torch.inference_mode():
+        assert torch.equal(logits(model, adapter_ids=IDS), logits(single, adapter_ids=IDS))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_hooks_that_change_x() -> None:
+    model, backend = steered(enabled("llama", NAMES)), Recorder()
+    with ungrouped():
+        single = steered(enabled("llama", NAMES))
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
+        with model.multilora.use(IDS):
+            got = logits(compiled)
+        assert relative_error(got, logits(single, adapter_ids=IDS)) <= 1e-5
+    assert len(backend.graphs) == 1 and {name for name in backend.graphs[0] if "expand" in name} == {"expand_ 1"}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("cls", [Reversed, Copied, Twice, GatesFirst, LeavesOut, Changed, Steered])
 def test_compiled_ways_to_call_a_pair(cls: type[LlamaMLP]) -> None:
     model, backend = with_mlp(cls), Recorder()
     with ungrouped():

@@ -11,7 +11,7 @@ import functools
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -45,6 +45,18 @@ _FAMILIES: tuple[frozenset[str], ...] = tuple(
 )
 # A forward that ends with a stash has failed, perhaps, or left out a layer for once. So many in a row are no accident.
 _MISSES = 3
+
+
+class Source(NamedTuple):
+    """What the source of a parent shows.
+
+    Attributes:
+        same: it calls all members with one name.
+        changed: what it calls them with may be changed in place, between two of them for all that is known.
+    """
+
+    same: bool
+    changed: bool
 
 
 class Stash:
@@ -92,21 +104,22 @@ class Group:
     Args:
         members: at least two wrappers with ops over one arena, whose sites follow each other.
         routing: their model's.
-        trusted: the parent's source gives all of them the same name for x. Compiled forwards use only groups that are
-            trusted, or proven in an eager forward: a graph must not end with a stash.
+        source: what the parent's source says of x. Compiled forwards use only groups that it makes trusted, or
+            that are proven in an eager forward: a graph must not end with a stash.
 
     Attributes:
         proven: all members have taken their outputs once.
         misses: forwards in a row that have ended with a stash.
     """
 
-    def __init__(self, members: Sequence[Any], routing: Routing, trusted: bool) -> None:
+    def __init__(self, members: Sequence[Any], routing: Routing, source: Source) -> None:
         self.members = tuple(members)
         self.bases: tuple[nn.Module, ...] = tuple(member.base_layer for member in members)
         self.sites: frozenset[int] = frozenset().union(*(member._sites for member in members))
         self.op = joined([member._op for member in members])
         self.routing = routing
-        self.trusted = trusted
+        self.trusted = source.same and not source.changed
+        self.changed = source.changed
         self.proven = False
         self.misses = 0
         self._dicts = tuple(member.__dict__ for member in members)
@@ -119,10 +132,12 @@ class Group:
         The first dimension of x counts the rows of `state`, which has deltas only.
         """
         routing, op = self.routing, self.op
+        unseen = x.is_inference()  # it has no version, by which a change between two members would be seen
+        if unseen and self.changed:
+            return None
         for attributes in self._dicts:
-            if (
-                "forward" in attributes
-            ):  # accelerate may have put hooks on members: offloaded weights are not there yet
+            # accelerate may have put a forward on members: offloaded weights are not there yet
+            if "forward" in attributes or (unseen and _hooked(attributes)):
                 return None
         if routing.open is not None:
             routing.open.fail()
@@ -136,11 +151,16 @@ class Group:
             ys = op(ys, x, state.tensor, state.rows, state.memo)
         waiting: list[torch.Tensor | None] = list(ys)
         waiting[place] = None
-        routing.open = Stash(self, x, waiting, -1 if x.is_inference() else x._version, False)
+        routing.open = Stash(self, x, waiting, -1 if unseen else x._version, False)
         return ys[place]
 
     def trace(self, place: int, x: torch.Tensor, row_slots: torch.Tensor, rows: int) -> torch.Tensor:
-        """The same in a compiled forward, where nothing else is stashed."""
+        """The same in a compiled forward, where nothing else is stashed. Always an output: alone, where it has to."""
+        if any(_hooked(member.__dict__) for member in self.members):
+            base, op = self.bases[place], self.members[place]._op
+            h = None if self.routing.vectors else op.begin(x, row_slots, rows)
+            y: torch.Tensor = op.end((base.forward(x),), x, h, row_slots, rows)[0]
+            return y
         h = None if self.routing.vectors else self.op.begin(x, row_slots, rows)
         ys = self.op.end(tuple([base.forward(x) for base in self.bases]), x, h, row_slots, rows)
         waiting: list[torch.Tensor | None] = list(ys)
@@ -154,7 +174,7 @@ class Group:
             member.__dict__["_group"] = None
         for run in _runs(zip(self.members, kinds, strict=True)):
             if len(run) > 1:
-                Group(run, self.routing, False)
+                Group(run, self.routing, Source(False, self.changed))
 
     def _suits(self, ys: Sequence[Any], x: torch.Tensor) -> bool:
         """Whether the base layers return what one op can add to; else the group is no more."""
@@ -165,6 +185,11 @@ class Group:
         if not good:
             self.split(range(len(self.members)))
         return good
+
+
+def _hooked(attributes: dict[str, Any]) -> bool:
+    """Whether a module runs hooks around its forward: these may change its input in place."""
+    return bool(attributes["_forward_pre_hooks"] or attributes["_forward_hooks"])
 
 
 def joined(ops: Sequence[LinearOp]) -> LinearOp:
@@ -193,7 +218,8 @@ def form_groups(wrappers: Iterable[tuple[nn.Module, str, Any]], routing: Routing
                 if len(run) > 1:
                     names = tuple(named[id(wrapper)] for wrapper in run)
                     grouped.update(names)
-                    Group(run, routing, _same_argument(type(children[0][0]), names))  # type: ignore[arg-type]
+                    owner: Any = type(children[0][0])
+                    Group(run, routing, _source_of(owner, owner.forward, names))
 
 
 def _runs(wrappers: Iterable[tuple[Any, Any]]) -> Iterator[list[Any]]:
@@ -212,17 +238,38 @@ def _runs(wrappers: Iterable[tuple[Any, Any]]) -> Iterator[list[Any]]:
         yield run
 
 
+# Ways to change a tensor in place: x *= y, x[i] = y, x.mul_(y), torch.relu_(x), out=x.
+_CHANGES = (
+    r"\b{x}\s*(?:[-+*/@%&|^]|//|\*\*|<<|>>)=|\b{x}\s*\[[^\]]*\]\s*(?:[-+*/@%&|^]|//|\*\*|<<|>>)?=(?!=)"
+    r"|\b{x}(?:\.\w+)*\.\w*[a-z0-9]_\(|\w*[a-z0-9]_\(\s*{x}\b|\bout\s*=\s*{x}\b"
+)
+
+
 @functools.cache
-def _same_argument(owner: type[Any], names: tuple[str, ...]) -> bool:
-    """Whether the source of the class calls all of these layers with one argument of the same name."""
-    for cls in owner.__mro__:
-        if cls.__module__.startswith("torch."):
-            return False
-        try:
-            source = inspect.getsource(cls)
-        except (OSError, TypeError):
-            return False
+def _source_of(owner: type[Any], forward: Any, names: tuple[str, ...]) -> Source:
+    """What the source of a class, whose forward is this one, says of the argument that it calls these layers with."""
+    sources: list[str] = []
+    try:
+        own = inspect.getsource(forward)
+        for cls in owner.__mro__:
+            if cls.__module__.startswith("torch."):
+                break
+            sources.append(inspect.getsource(cls))
+    except (OSError, TypeError):
+        return Source(False, True)
+    # A forward that was put there later is what runs, whatever the class says.
+    patched = not any(own in source for source in sources)
+    for i, source in enumerate([own] if patched else sources):
         calls = [set(re.findall(rf"self\.{re.escape(name)}\(\s*([^()]*?)\s*\)", source)) for name in names]
         if all(calls):
-            return len(set().union(*calls)) == 1 and all(argument.isidentifier() for argument in calls[0])
-    return False
+            arguments = set().union(*calls)
+            plain = all(argument.isidentifier() for argument in arguments)
+            seen = [own, *sources[: i + 1]]
+            changed = any(_changes(argument if plain else r"\w+", seen) for argument in arguments)
+            return Source(plain and len(arguments) == 1, changed)
+    return Source(False, _changes(r"\w+", [own, *sources]))
+
+
+def _changes(name: str, sources: Iterable[str]) -> bool:
+    pattern = _CHANGES.replace("{x}", name)
+    return any(re.search(pattern, source) for source in sources)
