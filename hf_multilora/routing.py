@@ -3,12 +3,14 @@
 A `RowState` is immutable: the slots of the rows of one batch, on the host and on the device. `Routing` belongs to one
 model and holds the state that is in force; the model's lock spans each forward, so that wrappers read it without a
 lock of their own. Compiled forwards cannot take a new tensor at each call: they read `Routing.static`, one buffer with
-a fixed address that `trace` fills outside the graph.
+a fixed address that `trace` fills outside the graph. Whether they may is a matter of their thread (`Force`), which
+graphs are guarded by: a compiled call takes no lock and runs no Python of ours.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +19,10 @@ import torch
 
 from .errors import RoutingError
 from .kernels.segments import TILE, row_table, table_size, tile_count
+
+SAVED = (
+    "an adapter of this batch is an aLoRA in its prompt, or saves whole modules, which compiled forwards do not serve."
+)
 
 
 def _tabled(device: torch.device) -> bool:
@@ -59,7 +65,7 @@ class RowState:
     """
 
     __slots__ = (
-        "_filled", "adapters", "memo", "plain", "rows", "same", "saved",
+        "_filled", "_streams", "adapters", "memo", "plain", "rows", "same", "saved",
         "slots", "starts", "tensor", "tokens", "touched", "uniform",
     )  # fmt: skip
 
@@ -82,6 +88,7 @@ class RowState:
         self.plain = not self.saved
         self.starts: torch.Tensor | None = None
         self.tokens = 0
+        self._streams = [torch.cuda.current_stream(device)] if _tabled(device) else []
         values = [row_table(slots, adapters)] if _tabled(device) and adapters else slots
         self.tensor = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
         self.memo: dict[Any, Any] = {}  # kernels keep here what follows from slots alone (the CPU path's indices)
@@ -100,9 +107,27 @@ class RowState:
         state = copy.copy(self)
         state._filled = {}
         state.plain = False
+        if self._streams:
+            state._streams = [torch.cuda.current_stream(self.tensor.device)]
+            state._join(self._streams[0], state._streams[0])
         state.tokens = tokens
         state.starts = torch.tensor(starts, dtype=torch.int32).to(self.tensor.device, non_blocking=True)
         return state
+
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """A forward on `stream` is about to read these tensors, which were perhaps made on another one."""
+        for state in (self, *self._filled.values()):
+            if stream not in state._streams:
+                state._join(state._streams[0], stream)
+                state._streams.append(stream)
+
+    def _join(self, made_on: torch.cuda.Stream, stream: torch.cuda.Stream) -> None:
+        if stream == made_on:
+            return
+        stream.wait_stream(made_on)
+        for tensor in (self.tensor, self.starts):
+            if tensor is not None:
+                tensor.record_stream(stream)  # its memory is not given to others before `stream` is done with it
 
     def captured(self, touched: Collection[int]) -> RowState:
         """A state of as many rows for a forward that is recorded once and runs again for any adapters.
@@ -116,6 +141,7 @@ class RowState:
         state = copy.copy(self)
         state.slots, state.touched, state.uniform, state.same = (-1,) * self.rows, touched, False, False
         state.memo, state._filled = {}, {}
+        state._streams = list(self._streams)
         with torch.inference_mode(False):
             state.tensor = torch.empty_like(self.tensor)
         return state
@@ -172,6 +198,36 @@ class Idle:
         self.serve = serve
 
 
+class Force:
+    """What compiled forwards of one thread run under.
+
+    Attributes:
+        inside: whether the thread is in a forward or in a `use` block; else it names no rows.
+        way: where its rows come from, "forward" or "block"; empty where they are all the base. Their slots are in
+            `Routing.static`.
+        refusal: why they cannot be served; empty where they can.
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.way = ""
+        self.refusal = ""
+
+
+class _Threads(threading.local):
+    def __init__(self) -> None:
+        self.force = Force()
+
+
+def refuse(message: str) -> None:
+    """Raise from a compiled forward, whether or not its graph may break.
+
+    What is raised while a graph is traced lets the compiler run the whole frame uncompiled, for good.
+    """
+    torch._dynamo.graph_break(message)
+    raise RoutingError(message)
+
+
 class Routing:
     """What the wrappers of one model read.
 
@@ -184,8 +240,9 @@ class Routing:
         static: the slots of compiled forwards, as `RowState.tensor`, at a fixed address.
         state: the rows of the forward that is running, None where they are all the base; an `Idle` between forwards.
         tokens: tokens of each row in that forward, 0 where they are not known.
-        traced: whether compiled forwards add deltas at present, for the slots in `static`.
-        refused: whether they meet an adapter that they cannot serve.
+        default: whether there is a default adapter.
+        compiled: whether any compiled forward reads `static`.
+        on_trace: called when a compiled forward of the calling thread is traced, before it reads anything here.
         overlap: whether the forward that is running is being captured: layers then start their adapters' part beside
             their own.
         open: outputs of siblings (`layers.siblings.Stash`) that wait to be taken.
@@ -199,11 +256,12 @@ class Routing:
         self.open: Any = None
         self.state: RowState | Idle | None = None
         self.tokens = 0
-        self.traced = False
-        self.refused = False
+        self.default = False
+        self.compiled = False
+        self.on_trace: Callable[[], None] | None = None
+        self._threads = _Threads()
         self.rows = 1
         self.uniform = False
-        self.seen = 0  # rows of the last compiled forward
         self._allocate(device, capacity)
 
     def _allocate(self, device: torch.device, capacity: int) -> None:
@@ -215,6 +273,18 @@ class Routing:
             self._all_rows = torch.arange(TILE * -(-capacity // TILE), dtype=torch.int32, device=device)
         torch._dynamo.mark_static_address(self.static)
         self._in_static: RowState | None = None
+        self._expect(0, capacity)
+
+    @property
+    def force(self) -> Force:
+        """The calling thread's."""
+        return self._threads.force
+
+    def _expect(self, least: int, most: int) -> None:
+        # Numbers that graphs compare with but are not made anew for: sizes of a tensor, where 0 and 1 were constants.
+        with torch.inference_mode(False):
+            self._span = torch.empty(1).expand(least + 2, most + 2)
+        torch._dynamo.mark_dynamic(self._span, [0, 1])
 
     def to(self, device: torch.device) -> None:
         self._allocate(device, self.capacity)
@@ -226,16 +296,20 @@ class Routing:
         self.state = state
         self.tokens = tokens
 
-    def trace(self, state: RowState | None, refused: bool = False) -> None:
-        """Let compiled forwards run under a state; to be called outside of the graph.
+    def trace(self, state: RowState | None, force: Force, way: str, refusal: str = "", fill: bool = True) -> None:
+        """Let compiled forwards of a thread run under a state; to be called outside of the graph.
 
         Args:
-            refused: the state cannot be served there, whatever it says itself (an aLoRA whose prompt nobody has seen).
+            way: "forward" or "block"; empty where the thread is in none.
+            refusal: why the state cannot be served there, whatever it says itself.
+            fill: whether `static` is the thread's to fill: it holds the model's lock.
         """
-        self.traced = state is not None
-        if state is None:
+        plain = state is None or not (state.saved or state.starts is not None)
+        force.refusal = "" if state is None else refusal or ("" if plain else SAVED)
+        force.inside = bool(way)
+        force.way = way if state is not None else ""
+        if state is None or not (fill and self.compiled):
             return
-        self.refused = refused or bool(state.saved) or state.starts is not None
         self.uniform = state.uniform
         if not state.uniform:  # one id serves any batch; `rows` stays, for graphs that depend on it
             self.rows = state.rows
@@ -243,6 +317,12 @@ class Routing:
             return
         if state.rows > self.capacity:
             self._allocate(self.static.device, 2 * state.rows)
+        if state.uniform:
+            self._expect(0, self.capacity)
+        else:
+            self._expect(state.rows, state.rows)
+        if _tabled(self.static.device):
+            state.follow(torch.cuda.current_stream(self.static.device))
         self._fill(self.static.view(-1), state)
         self._in_static = state
 
@@ -259,28 +339,67 @@ class Routing:
                 tile_rows[TILE * tiles :].fill_(-1)
             return
         static[:rows].copy_(own[:rows])
+        static[rows:capacity].fill_(-1)  # what earlier, larger batches have left
         if tabled:
             tiles = tile_count(rows, self.adapters)
             static[capacity : capacity + tiles].copy_(own[rows : rows + tiles])
+            static[capacity + tiles : capacity + room].fill_(-1)
             tile_rows[: TILE * tiles].copy_(own[rows + tiles :])
             tile_rows[TILE * tiles :].fill_(-1)
+
+    @torch._dynamo.assume_constant_result
+    def _traced(self) -> bool:
+        """Runs as it stands while a graph is made; no part of the graph."""
+        if self.on_trace is not None:
+            self.on_trace()
+        return True
+
+    def serving(self, where: str, scattered: str = "") -> bool:
+        """Whether compiled forwards of this thread add deltas, for the slots in `static`; called in a graph.
+
+        Args:
+            scattered: why the layer does not see rows of the batch first; empty where it does.
+
+        Raises:
+            RoutingError: the thread's rows cannot be served by a compiled forward, or not by this layer.
+        """
+        self._traced()
+        force = self._threads.force
+        if not force.way:
+            if self.default and not force.inside:
+                refuse(
+                    f"{where}: compiled forwards do not know the default adapter. Put `with "
+                    "model.multilora.use(name):` around the compiled call, or use(None) for the base model."
+                )
+            return False
+        if force.refusal:
+            refuse(f"{where}: {force.refusal}")
+        if scattered and not self.uniform:
+            refuse(
+                f"{where} does not see rows of the batch first ({scattered}). It can serve one adapter at a time: "
+                "pass one id (a string) for all rows."
+            )
+        return True
 
     def compiled_rows(self, shape: torch.Size, flat: bool, where: str) -> int:
         """Rows that an input of this shape holds, for a compiled forward; their slots are the first ones of `static`.
 
         A graph must not depend on how many ids there are, or on whether one id stands for all rows: it would be made
-        anew for each. So `[rows, ...]` is taken as it comes, and `seen` lets `use` compare afterwards.
+        anew for each. So `[rows, ...]` is taken as it comes if their number is in `_span`, which is checked at each
+        call, before the graph runs.
 
         Raises:
-            RoutingError: more rows than the buffer has, or a flattened batch that `rows` does not divide.
+            RoutingError: not as many rows as ids, or a flattened batch that `rows` does not divide.
         """
         first = shape[0]
         if not flat:
-            self.seen = first  # written and never read in a graph: reading would make one graph for each value
-            if first <= self.capacity:
+            if self._span.shape[0] <= first + 2 <= self._span.shape[1]:
                 return first
         elif first % self.rows == 0:
             return self.rows
         elif self.uniform:
             return 1
-        raise RoutingError(f"{where}: an input of shape {tuple(shape)} cannot be mapped to the rows of adapter_ids.")
+        if self.uniform:
+            refuse(f"{where}: compiled forwards serve up to {self.capacity} rows.")
+        refuse(f"{where}: the first dimension of its input does not count the {self.rows} rows of adapter_ids.")
+        return 0

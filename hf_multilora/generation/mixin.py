@@ -42,10 +42,10 @@ class MultiLoraMixin(AdapterWords):
             AdapterNotFoundError, SlotError: unknown names; more adapters than slots.
             CacheMismatchError: a KV cache that another adapter wrote.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             if adapter_ids is not None or adapter_names is not None:
                 raise RoutingError("Names cannot be resolved inside a compiled call: use model.multilora.use(ids).")
-            self.multilora.calls.compiled = True
+            self.multilora.calls.routing.serving("The model")
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         if "multilora" not in self.__dict__:  # a method that somebody kept beyond disable_multilora
             return type(self).__call__(self, *args, **kwargs)
@@ -184,7 +184,12 @@ class PartMixin:
     _multilora_class: Any
 
     def __call__(self, *args: Any, adapter_ids: Any = None, adapter_names: Any = None, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or "_multilora_calls" not in self.__dict__:
+        if "_multilora_calls" not in self.__dict__:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if torch.compiler.is_dynamo_compiling():
+            if adapter_ids is not None or adapter_names is not None:
+                raise RoutingError("Names cannot be resolved inside a compiled call: use model.multilora.use(ids).")
+            self._multilora_calls.routing.serving("A part of the model")
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         ids = one_of(adapter_ids, adapter_names)
         return self._multilora_calls.forward(super().__call__, args, kwargs, ids)  # type: ignore[misc]
@@ -356,7 +361,7 @@ def _enabled_class(old: type[PreTrainedModel]) -> type[PreTrainedModel]:
     @functools.wraps(old.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # accelerate may hold on to this method beyond disable_multilora.
-        if torch.compiler.is_compiling() or "multilora" not in self.__dict__:
+        if torch.compiler.is_dynamo_compiling() or "multilora" not in self.__dict__:
             return old.forward(self, *args, **kwargs)
         ids = one_of(kwargs.pop("adapter_ids", None), kwargs.pop("adapter_names", None))
         return self.multilora.calls.forward(functools.partial(old.forward, self), args, kwargs, ids)

@@ -119,14 +119,9 @@ class LoraLayer(nn.Module):
             flat: whether the first dimension of `x` may count tokens of a batch that was flattened row by row.
         """
         routing = self._routing
-        if torch.compiler.is_compiling():
-            if not routing.traced:
+        if torch.compiler.is_dynamo_compiling():
+            if not routing.serving(self._path, self._scattered):
                 return y
-            if routing.refused:
-                raise RoutingError(
-                    f"{self._path}: an adapter of this batch is an aLoRA in its prompt, or saves whole modules, which "
-                    "compiled forwards do not serve."
-                )
             return self._run(y, x, routing.static, routing.compiled_rows(x.shape, flat, self._path))
         state = routing.state
         if isinstance(state, RowState):

@@ -48,8 +48,14 @@ class LoraEmbedding(LoraLayer):
         y = self.base_layer.forward(known)
         if self._routing.state is None:
             return y
-        if torch.compiler.is_compiling() and self._routing.traced and self.positions and not self._routing.uniform:
-            y, ids = self._spread(y, ids, self._routing.rows)
+        routing = self._routing
+        if (
+            torch.compiler.is_dynamo_compiling()
+            and self.positions
+            and routing.serving(self._path)
+            and not routing.uniform
+        ):
+            y, ids = self._spread(y, ids, routing.rows)
         return self._adapted(y, ids, False)
 
     def _changed(self, y: torch.Tensor, ids: torch.Tensor, flat: bool, state: RowState) -> torch.Tensor:

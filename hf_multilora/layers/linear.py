@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
@@ -64,7 +64,7 @@ class LoraLinear(LoraLayer):
                         return y
                 stash.fail()
                 group = self._group
-        if is_compiling():
+        if is_dynamo_compiling():  # unlike is_compiling, false for threads that run beside
             return self._traced(x, args, kwargs)
         if state.plain:
             if self._sites.isdisjoint(state.touched) if group is None else group.sites.isdisjoint(state.touched):
@@ -87,8 +87,8 @@ class LoraLinear(LoraLayer):
     def _traced(self, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """The forward inside of a compiled one."""
         routing, group = self._routing, self._group
-        if not routing.traced or routing.refused:
-            return self._adapted(self.base_layer.forward(x, *args, **kwargs), x, x.dim() == 2)
+        if not routing.serving(self._path, self._scattered):
+            return self.base_layer.forward(x, *args, **kwargs)
         if routing.open is not None:
             routing.open.fail()
         rows = routing.compiled_rows(x.shape, x.dim() == 2, self._path)

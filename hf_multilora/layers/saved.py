@@ -54,9 +54,8 @@ class SavedLayer(LoraLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         y = self.base_layer.forward(*args, **kwargs)
         routing = self._routing
-        if torch.compiler.is_compiling():
-            if routing.traced and routing.refused:
-                raise RoutingError(f"{self._path} is saved whole by an adapter, which compiled forwards do not serve.")
+        if torch.compiler.is_dynamo_compiling():
+            routing.serving(self._path)
             return y
         state = routing.state
         if isinstance(state, RowState):
