@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
+from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
@@ -22,14 +23,22 @@ def environment(model: Any) -> Hashable:
         tuple(sorted(experts.items())) if isinstance(experts, dict) else experts,
         torch.is_autocast_enabled(kind),
         torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None,
-        torch.get_float32_matmul_precision(),
-        torch.backends.cuda.matmul.allow_tf32,
+        *_fp32_precision(),
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
         torch.backends.cuda.cudnn_sdp_enabled(),
     )
+
+
+def _fp32_precision() -> tuple[Hashable, ...]:
+    """How products of fp32 are made. The older switches cannot be read once one of the newer was set."""
+    backends: Any = torch.backends
+    found = [backend.fp32_precision for backend in (backends, backends.cuda.matmul, backends.cudnn.conv)]
+    with suppress(RuntimeError):
+        found += [torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32]
+    return tuple(found)
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -8,6 +8,7 @@ import inspect
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -345,6 +346,31 @@ def test_a_failure_while_capturing_leaves_the_cache_as_it_was() -> None:
         assert torch.equal(got, uncaptured(model, prompts(3), adapter_ids=ids))
     assert "not permitted" in refused(model) and "more" not in refused(model)
     assert sum(model.multilora.graphs.refusals.values()) <= graphs_module.MAX_FAILURES
+
+
+@pytest.fixture
+def fp32_precision() -> Iterator[Any]:
+    """Sets torch's newer switch of products in fp32."""
+    matmul: Any = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+
+    def switch(value: str) -> None:
+        matmul.fp32_precision = value
+
+    yield switch
+    matmul.fp32_precision = before
+
+
+def test_the_newer_switch_of_fp32(fp32_precision: Any) -> None:
+    """Once it was set, the older ones cannot be read."""
+    model = build()
+    for number, value in enumerate(("tf32", "ieee", "tf32"), start=1):
+        fp32_precision(value)
+        with pytest.raises(RuntimeError, match="mix") if value == "tf32" else nullcontext():
+            torch.get_float32_matmul_precision()
+        got = decode(model, prompts(3), adapter_ids="r8")
+        assert torch.equal(got, uncaptured(model, prompts(3), adapter_ids="r8"))
+        assert model.multilora.graphs.captures == min(number, 2), "it is part of what a graph is for"
 
 
 def test_few_graphs_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
