@@ -43,7 +43,10 @@ class Ahead:
         if all(entry.packed is not None for entry in self._entries):
             self._run()
         else:
-            threading.Thread(target=self._run, name="hf_multilora_ahead", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, name="hf_multilora_ahead", daemon=True).start()
+            except RuntimeError as error:  # the system has no more threads: the call reads what it needs itself
+                logger.debug(f"Nothing is read ahead: {error}")
 
     def _run(self) -> None:
         try:

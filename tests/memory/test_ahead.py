@@ -179,6 +179,23 @@ def test_errors_are_the_calls_own() -> None:
         pass
 
 
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of waves: the call goes on, and reads what it needs itself."""
+    store = store_of(Files(a=1, b=2), max_loras=1, max_cpu_loras=1)
+    start = threading.Thread.start
+
+    def limited(self: threading.Thread) -> None:
+        if self.name == "hf_multilora_ahead":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with closing(store.ahead(["a", "b"])):
+        pass
+    with store.acquire(["a"]) as lease:
+        assert holds(store, lease.slots["a"], block(1))
+
+
 def test_unloaded_meanwhile() -> None:
     files = Slow(a=1, b=2)
     store = store_of(files, max_loras=1, max_cpu_loras=1)
