@@ -11,6 +11,7 @@ to come with each change of hands.
 from __future__ import annotations
 
 import mmap
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +25,7 @@ logger = logging.get_logger(__name__)
 
 _LARGE = 1 << 20  # below, the allocator's cache of small blocks is the better choice
 _KEPT = 256 << 20  # bytes of mappings that nobody uses and that are kept, in all
+_WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14
 _SLACK = 1.25  # a mapping may be larger than the block in it by this factor
 
 
@@ -85,9 +87,22 @@ def _registered(mapping: _Mapping) -> _Mapping:
         _warn(error)
         return mapping
     if int(status) != 0:
+        _forget_error()
         _warn(f"cudaHostRegister failed: {status}")
         return mapping
+    if sys.platform == "linux":
+        # Else, after a fork, what this process writes next may go to copies of its pages, while the device goes on
+        # reading the old ones, with another adapter in them. A child, which cannot use CUDA, gets pages of its own.
+        with suppress(OSError):
+            mapping.memory.madvise(_WIPE_ON_FORK)
     return mapping._replace(registered=True)
+
+
+def _forget_error() -> None:
+    """CUDA keeps the last error of a thread, and torch's next launch there would raise it, in a place that has nothing
+    to do with it. So one is made here."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def _warn(error: object) -> None:

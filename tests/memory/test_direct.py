@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +410,36 @@ class TestMappings:
         assert calls.count("unregister") >= 1
         assert calls.count("register") - calls.count("unregister") == sum(m.registered for m in pinned._spare)
 
+    @pytest.mark.skipif(sys.platform != "linux", reason="no such advice here")
+    @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+    @pytest.mark.parametrize("pin", [True, False])
+    def test_pages_that_a_device_reads_stay_in_a_fork(self, monkeypatch: pytest.MonkeyPatch, pin: bool) -> None:
+        """Shared with a child, they would be copied at the next write, and the device would read the old ones."""
+        _play_cuda(monkeypatch, lambda: 0)
+        made = pinned.host_block(50_000, lambda block: block.fill_(7), pin=pin)  # type: ignore[arg-type, return-value]
+        child = os.fork()
+        if not child:
+            os._exit(int(made.numpy()[100]))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if pin else 7)
+        assert (made == 7).all()
+
+    def test_a_failed_registration_leaves_no_error(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """CUDA keeps it for the thread's next launch, which is to be one of here."""
+        kept: list[str] = []
+
+        def fail() -> int:
+            kept.append("out of memory")
+            return 2
+
+        def launch(*args: Any, device: str) -> None:
+            assert device == "cuda"
+            raise RuntimeError(kept.pop())
+
+        _play_cuda(monkeypatch, fail)
+        monkeypatch.setattr(torch, "ones", launch)
+        made = pinned.host_block(50_000, lambda block: block.fill_(7), pin=True)  # type: ignore[arg-type, return-value]
+        assert (made == 7).all() and not kept
+
     def test_without_registration_it_is_pageable(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
 
@@ -418,6 +449,15 @@ class TestMappings:
         monkeypatch.setattr(torch.cuda, "cudart", cudart)
         made = pinned.host_block(50_000, lambda block: block.fill_(7), pin=True)  # type: ignore[arg-type, return-value]
         assert (made == 7).all()
+
+
+def _play_cuda(monkeypatch: pytest.MonkeyPatch, register: Callable[[], int]) -> None:
+    class Cudart:
+        def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+            return register()
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
 
 
 def test_a_recycled_block_is_another_adapters_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -249,3 +249,12 @@ def test_waves_are_prepared_behind_a_busy_device():
         ahead.close()
         lease.wait()
         assert holds(store, lease.slots["b"], block(2)) and holds(store, lease.slots["c"], block(3))
+
+
+def test_a_failed_registration_leaves_no_error() -> None:
+    """Memory that is locked already cannot be locked again; the next launch is not to tell of it."""
+    locked = pinned._registered(pinned._mapped(1 << 20))
+    assert locked.registered
+    assert not pinned._registered(locked._replace(registered=False)).registered
+    assert float(torch.ones(1, device="cuda") + 1) == 2
+    torch.cuda.cudart().cudaHostUnregister(locked.address)
