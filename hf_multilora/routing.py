@@ -224,7 +224,7 @@ def refuse(message: str) -> None:
 
     What is raised while a graph is traced lets the compiler run the whole frame uncompiled, for good.
     """
-    torch._dynamo.graph_break(message)
+    torch._dynamo.graph_break(msg=message)
     raise RoutingError(message)
 
 

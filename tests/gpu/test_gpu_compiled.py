@@ -192,3 +192,43 @@ def test_a_compiled_step_does_not_wait_for_the_device(ids):
             compiled(**steps[-1], use_cache=True, return_dict=True)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@needs_cuda
+def test_a_compiled_call_sees_whole_slots():
+    """One slot that adapters take in turns, on alternating streams: the copy is as long as the forward is short."""
+    model = enabled(torch.bfloat16, max_loras=1)
+    compiled = torch.compile(model, fullgraph=True)
+    batch = inputs(1)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+
+    def logits(name: str, stream: torch.cuda.Stream) -> torch.Tensor:
+        with torch.no_grad(), torch.cuda.stream(stream), model.multilora.use(name):
+            output = compiled(**batch, use_cache=False).logits.clone()
+        return output
+
+    torch.cuda.synchronize()
+    expected = {}
+    for name in ADAPTERS:
+        expected[name] = logits(name, streams[0])
+        torch.cuda.synchronize()
+    got = [(name, logits(name, streams[turn % 2])) for turn in range(5) for name in ADAPTERS]
+    torch.cuda.synchronize()
+    assert all(torch.equal(output, expected[name]) for name, output in got)
+
+
+@needs_cuda
+def test_rows_that_are_freed_while_another_stream_reads_them():
+    """The block that the rows' slots lie in is not given to the next call before the forward has read it."""
+    model = enabled(torch.float32, max_loras=5)
+    batch, other = inputs(11, padded=True), torch.cuda.Stream()
+    with torch.no_grad():
+        expected = [model(**batch, use_cache=False, adapter_ids=mix).logits for mix in MIXES]
+        torch.cuda.synchronize()
+        got = []
+        for mix in MIXES * 3:
+            with model.multilora.use(mix), torch.cuda.stream(other):
+                got.append(model(**batch, use_cache=False).logits)
+        torch.cuda.synchronize()
+    for turn, output in enumerate(got):
+        assert torch.equal(output, expected[turn % len(MIXES)]), turn
