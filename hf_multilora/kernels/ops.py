@@ -30,7 +30,8 @@ MAX_SLICES = 4
 # Shapes whose launches one op keeps: prompts come in ever new lengths.
 _MAX_RECIPES = 64
 
-_is_compiling = torch.compiler.is_compiling
+# Unlike is_compiling, false for threads that run beside one that compiles.
+_is_compiling = torch.compiler.is_dynamo_compiling
 # Absent from builds of torch without CUDA, where nothing asks for them.
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)

@@ -92,7 +92,7 @@ class Stash:
         """Not all members read x: from now on those that did are a group, and the others are, where possible."""
         group = self.group
         group.routing.open = None
-        if torch.compiler.is_compiling():  # a graph changes no structure; the next eager forward will
+        if torch.compiler.is_dynamo_compiling():  # a graph changes no structure; the next eager forward will
             group.trusted = group.proven = False
         else:
             group.split([y is None for y in self.ys])
