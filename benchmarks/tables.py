@@ -76,14 +76,16 @@ class Column:
             return ""
         return f"{row['value']:.1f} ms" + (f", {row['ratio']:.2f} x" if row["ratio"] else "")
 
+    def _rows(self) -> list[dict[str, Any]]:
+        found = [self.run.figures.get(name) for name in self.names.values()]
+        return [row for row in found if row is not None and row.get("all")]
+
     def spread(self) -> str:
         """How far single repetitions lie from their medians."""
-        deviations = [
-            (min(row["all"]) / row["value"] - 1, max(row["all"]) / row["value"] - 1)
-            for row in (self.run.figures.get(name) for name in self.names.values())
-            if row is not None and row.get("all")
-        ]
+        deviations = [(min(row["all"]) / row["value"] - 1, max(row["all"]) / row["value"] - 1) for row in self._rows()]
         low, high = min(low for low, _ in deviations), max(high for _, high in deviations)
+        if all(len(row["all"]) == 1 for row in self._rows()):
+            return f"{self.title}: one repetition"
         return f"{self.title} {low * 100:+.0f} to {high * 100:+.0f} %"
 
 

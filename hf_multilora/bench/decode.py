@@ -88,7 +88,7 @@ def cases_of(models: Models, path: str, rows: int) -> list[Case]:
 
 
 def run_decode(
-    models: Models, paths: Sequence[str], rows: int, counter: Counter, deadline: float
+    models: Models, paths: Sequence[str], rows: int, counter: Counter, seconds: float
 ) -> Callable[[], None]:
     """Time these paths side by side; returns what looks at the GPU's busy time afterwards.
 
@@ -110,7 +110,8 @@ def run_decode(
         models.results.fail("decode_graphs: no step was captured; the figures of `graphs` are those of eager steps")
     before = counter.now()
     steps = {case.name: functools.partial(step, case) for case in cases}
-    values = alternate(steps, settings.reps, deadline)
+    # What was compiled and captured before may have taken minutes: the time for repetitions begins here.
+    values = alternate(steps, settings.reps, deadline_after(seconds))
     after = counter.now().since(before)
     models.note(f"{' and '.join(paths)}, batch {rows}: {len(values[cases[0].name])} repetitions")
     write_steps(models, cases, values)

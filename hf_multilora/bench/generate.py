@@ -20,7 +20,7 @@ from dataclasses import asdict, fields
 import torch
 
 from .correctness import check
-from .decode import deadline_after, reset_compiler, run_decode
+from .decode import reset_compiler, run_decode
 from .measure import Counter
 from .mixes import run_mixes
 from .models import Models, Settings, has_decode_graphs
@@ -49,19 +49,19 @@ def run(settings: Settings, results: Results) -> Models:
     with counter.counting():
         if "eager" in parts:
             for rows in settings.batch:
-                busy.append(run_decode(models, ["eager"], rows, counter, deadline_after(settings.budget_s)))
+                busy.append(run_decode(models, ["eager"], rows, counter, settings.budget_s))
         if "prefill" in parts:
             for tokens in settings.prefill:
-                busy.append(run_prefill(models, tokens, deadline_after(settings.budget_s)))
+                busy.append(run_prefill(models, tokens, settings.budget_s))
         if "peft" in parts:
-            run_peft(models, deadline_after(settings.budget_s))
+            run_peft(models, settings.budget_s)
             if settings.cuda:
                 torch.cuda.empty_cache()
         _run_all(settings, models, busy)
         captured = [path for path in ("static", "graphs") if path in parts]
         for rows in settings.batch if captured else ():
             reset_compiler()
-            looks = run_decode(models, captured, rows, counter, deadline_after(settings.budget_s))
+            looks = run_decode(models, captured, rows, counter, settings.budget_s)
             if "mixes" in parts and rows == settings.batch[-1]:
                 for path in captured:
                     run_mixes(models, path, rows, counter)

@@ -60,7 +60,7 @@ def _add(layer: Any, name: str, rank: int) -> None:
             known[name] = known[first]
 
 
-def run_peft(models: Models, deadline: float) -> None:
+def run_peft(models: Models, seconds: float) -> None:
     """Decode steps of PEFT beside the bare model's, eager; few tokens, for a step may take a second."""
     settings = models.settings
     largest = max(settings.peft_adapters)
@@ -68,10 +68,10 @@ def run_peft(models: Models, deadline: float) -> None:
     model = inject(models, largest)
     models.note(f"PEFT has {largest} adapters, after {time.monotonic() - start:.1f} s")
     for rows in settings.peft_batch:
-        _decode(models, model, rows, deadline)
+        _decode(models, model, rows, seconds)
 
 
-def _decode(models: Models, model: Any, rows: int, deadline: float) -> None:
+def _decode(models: Models, model: Any, rows: int, seconds: float) -> None:
     settings = models.settings
     counts = sorted(count for count in settings.peft_adapters if 0 < count <= rows)
     inputs = prompts(models.bare, rows, 32)
@@ -92,7 +92,7 @@ def _decode(models: Models, model: Any, rows: int, deadline: float) -> None:
     check_equal(models, model, rows, min(counts[-1], settings.slots))
     for count in (None, 0, counts[0]):
         cases[count]()
-    values = alternate(cases, settings.peft_reps, deadline)
+    values = alternate(cases, settings.peft_reps, time.monotonic() + seconds)
     base = values[None]
     for count, times in values.items():
         label = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ GOALS = {0: 1.01, 16: 1.08}
 
 
 @torch.no_grad()
-def run_prefill(models: Models, tokens: int, deadline: float) -> Callable[[], None]:
+def run_prefill(models: Models, tokens: int, seconds: float) -> Callable[[], None]:
     """`tokens` in all over `prefill_rows` rows; returns what looks at the GPU's busy time afterwards."""
     settings = models.settings
     rows = settings.prefill_rows
@@ -35,7 +36,9 @@ def run_prefill(models: Models, tokens: int, deadline: float) -> Callable[[], No
     def timed(run: Callable[[], Any]) -> Callable[[], float]:
         return lambda: milliseconds(run, settings.device)
 
-    values = alternate({count: timed(run) for count, run in runs.items()}, settings.reps + 4, deadline)
+    values = alternate(
+        {count: timed(run) for count, run in runs.items()}, settings.reps + 4, time.monotonic() + seconds
+    )
     base = values[None]
     names = {}
     for count, times in values.items():

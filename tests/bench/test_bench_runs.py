@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -91,7 +90,7 @@ def test_busy_time_is_that_of_a_step(tmp_path, monkeypatch):
     """The profiler's part, with a profiler that sees 5 ms a generate() and 2 ms a step."""
     results = Results("generate", tmp_path, "cpu", say=lambda line: None)
     models = Models(Settings(batch=[2], adapters=[0, 2], reps=1, new_tokens=3), results)
-    looks = decode.run_decode(models, ["eager"], 2, Counter(), time.monotonic() + 60)
+    looks = decode.run_decode(models, ["eager"], 2, Counter(), 60)
     asked: list[int] = []
     monkeypatch.setattr(decode.Case, "generate", lambda case, inputs, new: asked.append(new))
 

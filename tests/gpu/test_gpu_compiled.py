@@ -152,7 +152,8 @@ def test_a_model_that_the_user_compiles(order):
     enable_multilora(model, max_loras=8, max_lora_rank=64)
     for name in ADAPTERS:
         load(model, name, adapter(name, torch.bfloat16))
-    compiled = compiled or torch.compile(model, **options)
+    if compiled is None:
+        compiled = torch.compile(model, **options)
     batch = inputs(11)
 
     def logits(ids: Any) -> torch.Tensor:
