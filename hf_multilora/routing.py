@@ -88,7 +88,7 @@ class RowState:
         self.plain = not self.saved
         self.starts: torch.Tensor | None = None
         self.tokens = 0
-        self._streams = [torch.cuda.current_stream(device)] if _tabled(device) else []
+        self._streams = [torch.cuda.current_stream(device)] if torch.device(device).type == "cuda" else []
         values = [row_table(slots, adapters)] if _tabled(device) and adapters else slots
         self.tensor = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
         self.memo: dict[Any, Any] = {}  # kernels keep here what follows from slots alone (the CPU path's indices)
@@ -321,7 +321,7 @@ class Routing:
             self._expect(0, self.capacity)
         else:
             self._expect(state.rows, state.rows)
-        if _tabled(self.static.device):
+        if self.static.is_cuda:
             state.follow(torch.cuda.current_stream(self.static.device))
         self._fill(self.static.view(-1), state)
         self._in_static = state

@@ -51,17 +51,19 @@ def test_compiled_forwards_read_the_same_from_one_buffer(mixes: list[tuple[int, 
     adapters = mixes[0][0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routing, "_tabled", lambda device: True)
-        found = routing.Routing(torch.device("cpu"), adapters, capacity=50)
+        found, force = routing.Routing(torch.device("cpu"), adapters, capacity=50), routing.Force()
+        found.compiled = True
         for _, slots in mixes:
             slots = [min(slot, adapters - 1) for slot in slots]
             state = routing.RowState(tuple(slots), torch.device("cpu"), (), adapters=adapters)
-            found.trace(state)
+            found.trace(state, force, "block")
             table = found.static.view(-1).tolist()
             room = tile_count(found.capacity, adapters)
             assert capacity_of(len(table), adapters) == found.capacity
             assert read(table, found.capacity, room, len(slots), adapters) == dict(enumerate(slots))
             if rows is not None:
-                found.trace(routing.RowState((slots[0],), torch.device("cpu"), (), uniform=True, adapters=adapters))
+                one = routing.RowState((slots[0],), torch.device("cpu"), (), uniform=True, adapters=adapters)
+                found.trace(one, force, "block")
                 table, rows = found.static.view(-1).tolist(), min(rows, found.capacity)
                 room = tile_count(found.capacity, adapters)
                 assert table[:rows] == [slots[0]] * rows
