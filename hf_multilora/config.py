@@ -56,6 +56,8 @@ class MultiLoraConfig:
             raise ConfigError(f"slot_bytes={self.slot_bytes}: expected a positive number of bytes, or None.")
         if self.extra_vocab_size < 0:
             raise ConfigError(f"extra_vocab_size={self.extra_vocab_size}: expected 0 or more columns.")
+        if not isinstance(self.decode_graphs, bool):
+            raise ConfigError(f"decode_graphs={self.decode_graphs!r}: expected True or False.")
         if isinstance(self.target_modules, (list, tuple)) and not self.target_modules:
             raise ConfigError("target_modules=[] would wrap nothing; leave it None to wrap every layer.")
         if self.lora_dtype != "auto":

@@ -31,13 +31,13 @@ from torch import Tensor
 from .lookup import (
     META,
     factor_start,
+    gain_and_shift,
     let_next_begin,
     minus_zeros,
     pick,
     pick_pointer,
     sharing_slice,
     table_entry,
-    vector_start,
     wait_for_input,
 )
 from .segments import TILE
@@ -49,16 +49,24 @@ _TILE = tl.constexpr(TILE)
 
 
 @triton.jit
-def _gain_and_shift(
-    floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN: tl.constexpr, DELTA: tl.constexpr
-):
-    """The columns' gain and shift, 1 and -0.0 where there are none (or where `finish` sees to them)."""
-    gain_ptr = vector_start(floats_ptr, slot, slot_elems, gain_off, ALIGN)
-    shift_ptr = vector_start(floats_ptr, slot, slot_elems, shift_off, ALIGN)
-    wanted = (c < width) & (not DELTA)
-    gain = tl.load(gain_ptr + c, mask=wanted & (gain_off != 0), other=1.0)
-    shift = tl.load(shift_ptr + c, mask=wanted & (shift_off != 0), other=-0.0)
-    return gain, shift
+def _entry(first, i):
+    """(offset of Bt, rank, offset of gain, offset of shift, whether there is none of them) of slice `i`."""
+    b_off = tl.load(first + META * i + 1)
+    rank = tl.load(first + META * i + 2)
+    gain_off = tl.load(first + META * i + 3)
+    shift_off = tl.load(first + META * i + 4)
+    # Offsets are never negative; asking makes the loads leave together instead of one after the other.
+    nothing = ((rank | gain_off | shift_off) == 0) | (b_off < 0)
+    return b_off, rank, gain_off, shift_off, nothing
+
+
+@triton.jit
+def _source(first, i, rank, N_SLICES: tl.constexpr):
+    """The slice whose shrink serves slice `i`."""
+    src = i
+    if N_SLICES > 1:
+        src = sharing_slice(first, i, tl.load(first + META * i), rank, N_SLICES)
+    return src
 
 
 @triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_UNALIGNED)
@@ -128,20 +136,14 @@ def expand_rows(
             tl.store(y_row + c, minus_zeros([BLOCK_N]), mask=c < width)
         return
     first = table_entry(meta_ptr, meta_stride, slot, site)
-    b_off = tl.load(first + META * i + 1)
-    rank = tl.load(first + META * i + 2)
-    gain_off = tl.load(first + META * i + 3)
-    shift_off = tl.load(first + META * i + 4)
-    # Offsets are never negative; asking makes the loads leave together instead of one after the other.
-    if (((rank | gain_off | shift_off) == 0) | (b_off < 0)) & (not DELTA):
+    b_off, rank, gain_off, shift_off, nothing = _entry(first, i)
+    if nothing & (not DELTA):
         wait_for_input(PDL)
         return
     rank = rank.to(tl.int32)
-    src = i
-    if N_SLICES > 1:
-        src = sharing_slice(first, i, tl.load(first + META * i), rank, N_SLICES)
+    src = _source(first, i, rank, N_SLICES)
     b_ptr = factor_start(data_ptr, slot, slot_elems, b_off, ALIGN)
-    gain, shift = _gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, DELTA)
+    gain, shift = gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, DELTA)
     s = tl.arange(0, SPLIT_PAD)
     r = tl.arange(0, BLOCK_R)
     # The first factors are on their way while shrink still runs.
@@ -243,6 +245,8 @@ def expand_segments(
     m = tl.arange(0, _TILE)
     t = tl.load(row_slots_ptr + capacity + tiles + tile * _TILE + m)
     live = (t >= 0) & (t < n)
+    if STARTS:  # each row has one token here
+        live &= tl.load(row_starts_ptr + t, mask=live, other=0) <= 0
     c = c0 + tl.arange(0, BLOCK_N)
     mask = live[:, None] & (c[None, :] < width)
     y_ptr = pick_pointer(i, y0_ptr, y1_ptr, y2_ptr, y3_ptr, N_SLICES, ALIGNED)
@@ -253,19 +257,14 @@ def expand_segments(
             tl.store(y_tile, minus_zeros([_TILE, BLOCK_N]), mask=mask)
         return
     first = table_entry(meta_ptr, meta_stride, slot, site)
-    b_off = tl.load(first + META * i + 1)
-    rank = tl.load(first + META * i + 2)
-    gain_off = tl.load(first + META * i + 3)
-    shift_off = tl.load(first + META * i + 4)
-    if (((rank | gain_off | shift_off) == 0) | (b_off < 0)) & (not DELTA):
+    b_off, rank, gain_off, shift_off, nothing = _entry(first, i)
+    if nothing & (not DELTA):
         wait_for_input(PDL)
         return
     rank = rank.to(tl.int32)
-    src = i
-    if N_SLICES > 1:
-        src = sharing_slice(first, i, tl.load(first + META * i), rank, N_SLICES)
+    src = _source(first, i, rank, N_SLICES)
     b_ptr = factor_start(data_ptr, slot, slot_elems, b_off, ALIGN)
-    gain, shift = _gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, DELTA)
+    gain, shift = gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, DELTA)
     h_tile = h_ptr + (tile.to(tl.int64) * N_SLICES + src) * (_TILE * MAX_RANK) + m[:, None] * MAX_RANK
     wait_for_input(PDL)
     acc = tl.zeros([_TILE, BLOCK_N], dtype=tl.float32)
@@ -361,17 +360,11 @@ def expand_tiles(
     # y takes far longer than the rest: each step's is asked for one step before.
     ahead = tl.load(y_rows + (c_first + n_range)[None, :], mask=m_mask & ((c_first + n_range)[None, :] < width))
     first = table_entry(meta_ptr, meta_stride, slot, site)
-    b_off = tl.load(first + META * i + 1)
-    rank = tl.load(first + META * i + 2)
-    gain_off = tl.load(first + META * i + 3)
-    shift_off = tl.load(first + META * i + 4)
-    # Offsets are never negative; asking makes the loads leave together instead of one after the other.
-    if ((rank | gain_off | shift_off) == 0) | (b_off < 0):
+    b_off, rank, gain_off, shift_off, nothing = _entry(first, i)
+    if nothing:
         return
     rank = rank.to(tl.int32)
-    src = i
-    if N_SLICES > 1:
-        src = sharing_slice(first, i, tl.load(first + META * i), rank, N_SLICES)
+    src = _source(first, i, rank, N_SLICES)
     b_ptr = factor_start(data_ptr, slot, slot_elems, b_off, ALIGN)
     plane = tl.cast(n, tl.int64) * N_SLICES * MAX_RANK
     h_rows = h_ptr + (t * N_SLICES + src) * MAX_RANK + m[:, None] * (N_SLICES * MAX_RANK)
@@ -382,7 +375,7 @@ def expand_tiles(
         following = c + BLOCK_N
         wanted = m_mask & (following[None, :] < width) & (step + 1 < STEPS)
         ahead = tl.load(y_rows + following[None, :], mask=wanted)
-        gain, shift = _gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, False)
+        gain, shift = gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, False)
         r = tl.arange(0, BLOCK_R)
         b = tl.load(
             b_ptr + r[:, None] * width + c[None, :], mask=(r[:, None] < rank) & (c[None, :] < width), other=0.0
@@ -398,73 +391,14 @@ def expand_tiles(
         tl.store(y_rows + c[None, :], out.to(y_ptr.dtype.element_ty), mask=m_mask & (c[None, :] < width))
 
 
-@triton.jit(do_not_specialize=_DYNAMIC, do_not_specialize_on_alignment=_UNALIGNED)
-def finish_rows(
-    y0_ptr,
-    y1_ptr,
-    y2_ptr,
-    y3_ptr,
-    row_slots_ptr,
-    row_starts_ptr,
-    h_ptr,
-    site,
-    data_ptr,
-    meta_ptr,
-    floats_ptr,
-    slot_elems,
-    meta_stride,
-    n,
-    per_row,
-    d_stride,
-    s0,
-    s1,
-    s2,
-    s3,
-    w0,
-    w1,
-    w2,
-    w3,
-    N_SLICES: tl.constexpr,
-    ALIGN: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):
-    """What `expand_rows` leaves undone with DELTA; h: its buffer. Grid [n, blocks of the widest slice, slices]."""
-    t = tl.program_id(0)
-    i = tl.program_id(2)
-    width = pick(i, w0, w1, w2, w3, N_SLICES)
-    c0 = tl.program_id(1) * BLOCK_N
-    if c0 >= width:
-        return
-    slot = tl.load(row_slots_ptr + t // per_row)
-    if slot < 0:
-        return
-    c = c0 + tl.arange(0, BLOCK_N)
-    start = pick(i, 0, w0, w0 + w1, w0 + w1 + w2, N_SLICES)
-    d = tl.load(h_ptr + t.to(tl.int64) * d_stride + start + c, mask=c < width, other=0.0)
-    y_ptr = pick_pointer(i, y0_ptr, y1_ptr, y2_ptr, y3_ptr, N_SLICES, ALIGNED)
-    y_row = y_ptr + t.to(tl.int64) * pick(i, s0, s1, s2, s3, N_SLICES)
-    y = tl.load(y_row + c, mask=c < width, other=0.0)
-    entry = table_entry(meta_ptr, meta_stride, slot, site) + META * i
-    rank = tl.load(entry + 2)
-    gain_off = tl.load(entry + 3)
-    shift_off = tl.load(entry + 4)
-    if (rank | gain_off | shift_off) == 0:
-        return
-    gain, shift = _gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, False)
-    out = gain * y.to(tl.float32) + shift + d
-    tl.store(y_row + c, out.to(y_ptr.dtype.element_ty), mask=c < width)
-
-
 _KERNELS = {"rows": expand_rows, "segments": expand_segments, "tiles": expand_tiles}
-_FINISH_COLUMNS = 1024
 
 
 def _padded(values: Sequence[Any], with_: Any) -> list[Any]:
     return [*values, *[with_] * (4 - len(values))]
 
 
-def _columns(ys: Sequence[Tensor]) -> tuple[list[Any], list[int], list[int], bool]:
+def columns_of(ys: Sequence[Tensor]) -> tuple[list[Any], list[int], list[int], bool]:
     """Addresses, row strides and widths of the slices, padded to four; whether all rows lie at 16-byte multiples."""
     aligned = all(y.data_ptr() % 16 == 0 and y.stride(0) * y.element_size() % 16 == 0 for y in ys)
     strides, widths = [y.stride(0) for y in ys], [y.shape[1] for y in ys]
@@ -496,7 +430,7 @@ def prepare(
     n = ys[0].shape[0]
     per_row = n // rows
     blocks = -(-per_row // tiling.block_m)
-    targets, strides, widths, aligned = _columns(ys)
+    targets, strides, widths, aligned = columns_of(ys)
     args = (
         *targets,
         row_slots,
@@ -535,23 +469,3 @@ def prepare(
     programs = {"rows": n, "segments": shrinking.tiles, "tiles": rows * blocks}[shrinking.kind]
     options = {"num_warps": tiling.warps} | ({"launch_pdl": True} if shrinking.pdl else {})
     return _KERNELS[shrinking.kind], (programs, columns, len(ys)), args, options
-
-
-def prepare_finish(
-    ys: Sequence[Tensor],
-    row_slots: Tensor,
-    delta: Tensor,
-    data: Tensor,
-    meta: Tensor,
-    rows: int,
-    site: int,
-    floats: Tensor,
-    slot_elems: int,
-) -> tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
-    """The launch of one finish; ys as for `prepare`, delta: fp32 `[n, sum of the widths]`, contiguous."""
-    n = delta.shape[0]
-    targets, strides, widths, aligned = _columns(ys)
-    args = (*targets, row_slots, row_slots, delta, site, data, meta, floats, slot_elems, meta.stride(0), n, n // rows)
-    args += (delta.stride(0), *strides, *widths, len(ys), 64 // data.dtype.itemsize, _FINISH_COLUMNS, aligned)
-    grid = (n, -(-max(widths) // _FINISH_COLUMNS), len(ys))
-    return finish_rows, grid, args, {"num_warps": 4}

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from . import embedding, expand, shrink
+from . import finish as finish_op
 from .segments import capacity_of
 from .tuning import Call, ExpandTiling, ShrinkTiling, expand_tiling, kind_of, shrink_tiling
 
@@ -120,7 +121,7 @@ def delta(
 def finish(ys: Sequence[Tensor], d: Tensor, arena: Arena, rows: Rows, site: int) -> None:
     """Add what `delta` made, and gains and shifts, in place."""
     shape = (arena.data, arena.meta, rows.rows, site, arena.floats, arena.slot_elems)
-    kernel, grid, args, options = expand.prepare_finish(ys, rows.slots, d, *shape)
+    kernel, grid, args, options = finish_op.prepare(ys, rows.slots, d, *shape)
     kernel[grid](*args, **options)
 
 

@@ -97,3 +97,16 @@ def pick_pointer(i, p0, p1, p2, p3, N_SLICES: tl.constexpr, ALIGNED: tl.constexp
     if ALIGNED:
         offset = tl.multiple_of(offset, 16 // size)
     return p0 + offset
+
+
+@triton.jit
+def gain_and_shift(
+    floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN: tl.constexpr, SKIP: tl.constexpr
+):
+    """The columns' gain and shift, 1 and -0.0 where there are none (or where they are to be skipped)."""
+    gain_ptr = vector_start(floats_ptr, slot, slot_elems, gain_off, ALIGN)
+    shift_ptr = vector_start(floats_ptr, slot, slot_elems, shift_off, ALIGN)
+    wanted = (c < width) & (not SKIP)
+    gain = tl.load(gain_ptr + c, mask=wanted & (gain_off != 0), other=1.0)
+    shift = tl.load(shift_ptr + c, mask=wanted & (shift_off != 0), other=-0.0)
+    return gain, shift

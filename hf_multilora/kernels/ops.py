@@ -21,12 +21,11 @@ from ..errors import ModelError, RoutingError
 from . import custom, reference
 from .custom import HAS_TRITON, TRITON_DTYPES, parts_of, slices_of, unit_stride
 from .segments import tile_count
+from .tuning import MAX_DELTA_TOKENS, MAX_SLICES, is_decode
 
 if HAS_TRITON:
     from . import launch
-    from .tuning import MAX_DELTA_TOKENS, is_decode
 
-MAX_SLICES = 4
 # Shapes whose launches one op keeps: prompts come in ever new lengths.
 _MAX_RECIPES = 64
 

@@ -36,6 +36,18 @@ _TILE = tl.constexpr(TILE)
 
 
 @triton.jit
+def _entry(first, i, N_SLICES: tl.constexpr):
+    """(offset of A, rank, whether nothing is to be shrunk: there is no A, or a lower slice stores the same)."""
+    a_off = tl.load(first + META * i)
+    rank = tl.load(first + META * i + 2).to(tl.int32)
+    # Offsets are never negative; asking makes the two loads leave together instead of one after the other.
+    nothing = (rank == 0) | (a_off < 0)
+    if N_SLICES > 1:
+        nothing |= sharing_slice(first, i, a_off, rank, N_SLICES) != i
+    return a_off, rank, nothing
+
+
+@triton.jit
 def _factor_tile(a_ptr, r0, k0, rank, K, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr):
     """A[r0:, k0:] as [BLOCK_R, BLOCK_K], 0 beyond rank and K."""
     r = r0 + tl.arange(0, BLOCK_R)
@@ -89,12 +101,7 @@ def shrink_rows(
         wait_for_input(PDL)
         return
     first = table_entry(meta_ptr, meta_stride, slot, site)
-    a_off = tl.load(first + META * i)
-    rank = tl.load(first + META * i + 2).to(tl.int32)
-    # Offsets are never negative; asking makes the two loads leave together instead of one after the other.
-    nothing = (rank == 0) | (a_off < 0)
-    if N_SLICES > 1:
-        nothing |= sharing_slice(first, i, a_off, rank, N_SLICES) != i
+    a_off, rank, nothing = _entry(first, i, N_SLICES)
     if nothing:
         wait_for_input(PDL)
         return
@@ -163,11 +170,7 @@ def shrink_segments(
     t = tl.load(row_slots_ptr + capacity + tiles + tile * _TILE + m)
     live = (t >= 0) & (t < n)
     first = table_entry(meta_ptr, meta_stride, slot, site)
-    a_off = tl.load(first + META * i)
-    rank = tl.load(first + META * i + 2).to(tl.int32)
-    nothing = (rank == 0) | (a_off < 0)
-    if N_SLICES > 1:
-        nothing |= sharing_slice(first, i, a_off, rank, N_SLICES) != i
+    a_off, rank, nothing = _entry(first, i, N_SLICES)
     wait_for_input(PDL)
     if nothing:
         return

@@ -79,7 +79,7 @@ class Call:
         max_rank, adapters: the arena's largest rank and its number of slots.
         x, y, data: dtypes of input, output and factors.
         capacity: of the row table, None where there are the rows' slots alone.
-        starts: whether rows may begin late.
+        starts: whether rows may begin late; which kernels serve a call does not depend on it.
         pdl: whether the device knows dependent launches.
     """
 
@@ -134,7 +134,7 @@ def kind_of(call: Call) -> str:
         return "tiles"
     many = MAX_DELTA_TOKENS >= call.n >= max(SEGMENT_ROWS, SEGMENT_ROWS_A_SLOT * call.adapters)
     halves = call.x == call.data and call.data.itemsize == 2
-    if per_row == 1 and many and halves and call.capacity is not None and not call.starts:
+    if per_row == 1 and many and halves and call.capacity is not None:
         return "segments"
     return "rows"
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..kernels.ops import MAX_SLICES, LinearOp
+from ..kernels.ops import LinearOp
+from ..kernels.tuning import MAX_SLICES
 from ..routing import Routing, RowState
 
 # Names in one parent whose layers read the same x in the models of transformers. Only those that follow each other

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_multilora.kernels import embedding, expand, shrink, table
+from hf_multilora.kernels import embedding, expand, finish, shrink, table
 from hf_multilora.kernels.tuning import Call, expand_tiling, shrink_tiling
 
 TYPES = {
@@ -131,7 +131,7 @@ def launches(
     if first.kind != "tiles" and not starts:
         d = empty(torch.float32, n, sum(widths))
         yield label + " delta", expand.prepare(d.split(widths, 1), *common, *tail, True)
-        yield label, expand.prepare_finish(ys, slots, d, data, meta, rows, 5, floats, 1 << 20)
+        yield label, finish.prepare(ys, slots, d, data, meta, rows, 5, floats, 1 << 20)
 
 
 def resources(compiled: Any) -> dict[str, Any]:

@@ -221,6 +221,11 @@ def test_segments(popularity: str, rows: int, room: int) -> None:
     y, x = bed.inputs(rows, torch.float16)
     bed.check(with_table(bed, y, x, slots, room), y, x, slots)
     bed.check(with_table(bed, y, x, slots, room, beside=True), y, x, slots)
+    starts = draw_starts(rows, 1)
+    got = with_table(bed, y, x, slots, room, starts=starts)
+    bed.check(got, y, x, slots, starts)
+    without = with_table(bed, y, x, slots, room)
+    assert all(same_bits(got[row], without[row]) for row in range(rows) if starts[row] <= 0)
 
 
 def test_the_shape_decides_about_segments() -> None:
@@ -234,7 +239,8 @@ def test_the_shape_decides_about_segments() -> None:
         return tuning.kind_of(dataclasses.replace(call, **changes))
 
     assert [kind(rows) for rows in (1, 7, 8, 64)] == ["rows", "rows", "segments", "segments"]
-    assert kind(64, table=False) == kind(64, starts=True) == kind(64, x=torch.float32) == "rows"
+    assert kind(64, table=False) == kind(64, x=torch.float32) == "rows"
+    assert all(kind(rows, starts=True) == kind(rows) for rows in (1, 8, 64)), "a neighbour's start changes no kernel"
     assert kind(64, adapters=33) == kind(64, n=128) == "rows" and kind(64, n=16 * 64) == "tiles"
 
 
