@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, arguments
 
 from hf_multilora.bench.kernels import Graph, Layers, Point, bandwidths, measure
+from hf_multilora.bench.results import Results, arguments
 from hf_multilora.kernels.reference import META
 from hf_multilora.kernels.segments import row_table
 

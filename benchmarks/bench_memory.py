@@ -17,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Results, alternate, arguments, median_ratio, milliseconds, synchronize
-from workload import (
+
+from hf_multilora import disable_multilora, enable_multilora
+from hf_multilora.adapters.load import load_plan
+from hf_multilora.bench.measure import alternate, median_ratio, milliseconds, synchronize
+from hf_multilora.bench.results import Results, arguments
+from hf_multilora.bench.workload import (
     DTYPES,
     adapter_config,
     build_model,
@@ -29,9 +33,6 @@ from workload import (
     save_adapter,
     scratch,
 )
-
-from hf_multilora import disable_multilora, enable_multilora
-from hf_multilora.adapters.load import load_plan
 from hf_multilora.generation.waves import Following
 
 SLOTS = 8

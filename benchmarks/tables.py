@@ -146,7 +146,7 @@ def decode(runs: list[Run]) -> list[str]:
         "",
         f"Medians; single repetitions differ from them by: {', '.join(column.spread() for column in shown)}.",
     ]
-    lines += [sentence for column in shown if (sentence := captured(column))]
+    lines += [sentence for column in shown if (sentence := captured(column, runs))]
     more = other_hosts(runs, shown[0].run)
     return ["\n".join([*lines, more] if more else lines)]
 
@@ -162,7 +162,7 @@ def compared(shown: list[Column]) -> str:
     return f" ({', '.join(texts)})" if texts else ""
 
 
-def captured(column: Column) -> str:
+def captured(column: Column, runs: list[Run]) -> str:
     """How the captured path compares, and how long it takes to be ready."""
     figures = column.run.figures
     first = f"graphs decode, batch {ROWS}, 32 adapters"
@@ -172,7 +172,11 @@ def captured(column: Column) -> str:
         return ""
     text = f"Captured (`decode_graphs=True`) is ready in {ready['value']:.1f} s for a batch size"
     text += f", compiled in {compiled['value']:.0f} s" if compiled else ""
-    return text + (f"; its step takes {over['value']:.2f} x the compiled one." if over else ".")
+    text += f"; its step takes {over['value']:.2f} x the compiled one." if over else "."
+    times = [run.figures[f"{first}, ready"]["value"] for run in runs if f"{first}, ready" in run.figures]
+    if max(times) > 2 * ready["value"]:
+        text += f" Where Triton's kernels were not on disk yet, ready took {max(times):.1f} s."
+    return text
 
 
 def other_hosts(runs: list[Run], shown: Run) -> str:

@@ -37,6 +37,7 @@ from .inject import (
     swap_in,
     swap_out,
 )
+from .kernels import table as tuning_table
 from .kernels.ops import EmbeddingOp, LinearOp, Workspace
 from .layers import LoraLayer
 from .layers.embedding import LoraEmbedding
@@ -71,6 +72,7 @@ class MultiLora:
         self._survey: Survey = survey(model, config)
         device, dtype = placement(self._survey.found, config)
         # Everything that can fail comes before the first change of the model.
+        tuning_table.check()
         self._layout = Layout.from_targets(self._survey.table.targets)
         self.store = store or AdapterStore(self._layout, config, device, dtype)
         self._tied = tied_groups(model)

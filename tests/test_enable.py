@@ -447,6 +447,7 @@ def test_exceptions_inside_forward() -> None:
         {"max_loras": 4, "max_cpu_loras": 3},
         {"slot_bytes": 0},
         {"lora_dtype": "int8"},
+        {"decode_graphs": "static"},
         {"target_modules": []},
         {"target_modules": ["q_porj"]},
         {"target_modules": r"model\.decoder\..*"},

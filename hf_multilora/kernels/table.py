@@ -140,6 +140,15 @@ def _rows(path: str | Path, content: dict[str, Any]) -> Table:
     return table
 
 
+def check() -> None:
+    """Read the table in force, so that a bad one is known before the first launch.
+
+    Raises:
+        ConfigError: see `lookup`.
+    """
+    _in_force()
+
+
 def file_of(device: str) -> Path:
     """Where the table for a device of this name would be shipped."""
     return FOLDER / f"{re.sub(r'[^a-z0-9]+', '_', device.lower())}.json"

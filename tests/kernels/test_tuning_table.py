@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from models import FAMILIES
 
+from hf_multilora import enable_multilora
 from hf_multilora.bench.tune import CALLS, Problem, common_problems
 from hf_multilora.errors import ConfigError
 from hf_multilora.kernels import table, tuning
@@ -242,6 +244,15 @@ def test_a_bad_table_is_an_error_that_names_file_and_row(named, content, message
         path.unlink()
     with pytest.raises(ConfigError, match=f"table.json.*{message}"):
         shrink_tiling(CALL)
+
+
+def test_a_bad_table_is_known_when_a_model_is_enabled(named):
+    named({"kind": "shrink_row"})
+    model = FAMILIES["llama"].build()
+    before = type(model)
+    with pytest.raises(ConfigError, match="table.json, row 0"):
+        enable_multilora(model)
+    assert type(model) is before
 
 
 def test_a_trial_stands_alone_and_ends(named):
