@@ -1,4 +1,4 @@
-"""Weight files, opened lazily: the only place that opens them. Code in a pickle is never run."""
+"""Weight files, opened lazily: here, and by `stored` for safetensors. Code in a pickle is never run."""
 
 from __future__ import annotations
 

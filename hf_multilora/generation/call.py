@@ -12,7 +12,7 @@ import torch
 from ..errors import RoutingError
 from ..memory.arena import Arena
 from ..memory.lease import Lease, label_of
-from ..routing import RowState, Saved
+from ..rows import RowState, Saved
 from .alora import Activated, invocations
 from .ids import Key
 

@@ -22,7 +22,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..errors import ModelError, RoutingError
 from ..memory.store import AdapterStore
-from ..routing import SAVED, Force, Idle, Routing, RowState
+from ..routing import SAVED, Force, Idle, Routing
+from ..rows import RowState
 from .cache import StateTags, cached_length, check_cache, find_cache, write_tag
 from .call import Call, Life, batch_rows, token_ids
 from .gate import Gate

@@ -20,7 +20,8 @@ import torch
 from transformers.masking_utils import create_masks_for_generate
 from transformers.utils import logging
 
-from ..routing import Routing, RowState
+from ..routing import Routing
+from ..rows import RowState
 from .cache import find_cache
 from .capture import Audit, Constants, CudaRecorder, address_of
 from .kept_caches import KeptCaches

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.utils import ModelOutput
 
-from ..routing import RowState
+from ..rows import RowState
 from .static_cache import CacheView, NotCapturable
 
 _CACHE = "cache"  # stands for the cache in a specification

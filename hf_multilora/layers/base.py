@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from ..errors import RoutingError
-from ..routing import Routing, RowState
+from ..routing import Routing
+from ..rows import RowState
 
 # What accelerate puts on a module that it hooks. It stays on the base layer: a wrapper that seemed to be hooked would
 # be handed the base's own forward as "the old one", and the adapters would be lost without a word.

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..errors import RoutingError
-from ..routing import RowState
+from ..rows import RowState
 from .base import LoraLayer
 from .registry import register_layer
 from .saved import run_with, select

@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from ..routing import RowState
+from ..rows import RowState
 from .base import HOOKED, LoraLayer
 from .registry import register_layer
 from .saved import run_with, select, widened

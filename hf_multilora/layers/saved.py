@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import RoutingError
-from ..routing import RowState, Saved
+from ..rows import RowState, Saved
 from .base import LoraLayer
 
 

@@ -18,7 +18,8 @@ from torch import nn
 
 from ..kernels.ops import LinearOp
 from ..kernels.tuning import MAX_SLICES
-from ..routing import Routing, RowState
+from ..routing import Routing
+from ..rows import RowState
 
 # Names in one parent whose layers read the same x in the models of transformers. Only those that follow each other
 # directly in the model, among the layers that carry adapters, become a group.

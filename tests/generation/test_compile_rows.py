@@ -19,7 +19,7 @@ from transformers import XLNetConfig, XLNetLMHeadModel
 from hf_multilora import RoutingError, enable_multilora
 from hf_multilora.generation.calls import Calls
 from hf_multilora.memory.lease import Lease
-from hf_multilora.routing import RowState
+from hf_multilora.rows import RowState
 
 TIMEOUT = 120
 NAMES = ["r8", "r3", "r64"]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_multilora import routing
+from hf_multilora import rows as batch
 from hf_multilora.kernels.segments import TILE, capacity_of, row_table, table_size, tile_count
 
 MIXES = st.integers(1, 9).flatmap(
@@ -50,19 +51,20 @@ def test_compiled_forwards_read_the_same_from_one_buffer(mixes: list[tuple[int, 
     """One buffer is filled for one mix after another, and for one id that stands for any number of rows."""
     adapters = mixes[0][0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing, "_tabled", lambda device: True)
+        for module in (routing, batch):
+            patch.setattr(module, "tabled", lambda device: True)
         found, force = routing.Routing(torch.device("cpu"), adapters, capacity=50), routing.Force()
         found.compiled = True
         for _, slots in mixes:
             slots = [min(slot, adapters - 1) for slot in slots]
-            state = routing.RowState(tuple(slots), torch.device("cpu"), (), adapters=adapters)
+            state = batch.RowState(tuple(slots), torch.device("cpu"), (), adapters=adapters)
             found.trace(state, force, "block")
             table = found.static.view(-1).tolist()
             room = tile_count(found.capacity, adapters)
             assert capacity_of(len(table), adapters) == found.capacity
             assert read(table, found.capacity, room, len(slots), adapters) == dict(enumerate(slots))
             if rows is not None:
-                one = routing.RowState((slots[0],), torch.device("cpu"), (), uniform=True, adapters=adapters)
+                one = batch.RowState((slots[0],), torch.device("cpu"), (), uniform=True, adapters=adapters)
                 found.trace(one, force, "block")
                 table, rows = found.static.view(-1).tolist(), min(rows, found.capacity)
                 room = tile_count(found.capacity, adapters)
