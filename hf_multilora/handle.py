@@ -87,8 +87,7 @@ class MultiLora:
             bool(getattr(model.config, "is_encoder_decoder", False)),
         )
         if config.decode_graphs:
-            sites = frozenset(range(self._layout.n_sites))
-            self.calls.graphs = Graphs(self._routing, self.calls.order_streams, sites, self._memory)
+            self.calls.graphs = Graphs(self._routing, self.calls.order_streams, self._served_sites, self._memory)
         if config.extra_vocab_size and hasattr(model, "final_logits_bias"):
             raise ConfigError(
                 f"extra_vocab_size={config.extra_vocab_size}: {type(model).__name__} adds a bias as wide as the base "
@@ -122,6 +121,12 @@ class MultiLora:
             wrapper.bind(frozenset(range(first, first + len(target.widths))), op)
         form_groups(self._single_places(), self._routing)
         extra, tied = self.config.extra_vocab_size, self._tied_embeddings()
+        for path in tied & self._wrappers.keys():
+            self._wrappers[path].__dict__["_word"] = True
+        words = [wrapper._sites for wrapper in self._wrappers.values() if wrapper._word]
+        arena.word_sites = frozenset().union(*words)
+        self._all_sites = frozenset(range(self._layout.n_sites))
+        self._usual_sites = self._all_sites - arena.word_sites
         for path in tied if extra else ():
             if isinstance(self._wrappers.get(path), (LoraEmbedding, LoraHead)):
                 self._wrappers[path].__dict__["extra"] = extra
@@ -129,6 +134,10 @@ class MultiLora:
         for wrapper in self._wrappers.values():
             if isinstance(wrapper, LoraEmbedding):
                 wrapper.positions = wrapper is not tokens and wrapper._path not in tied
+
+    def _served_sites(self) -> frozenset[int]:
+        """The sites that graphs have to look at: of embeddings and the head only once an adapter has trained them."""
+        return self._all_sites if self.store.arena.words else self._usual_sites
 
     def _single_places(self) -> Iterator[tuple[nn.Module, str, LoraLayer]]:
         """(parent, attribute, wrapper) of the layers that may be served in groups."""
@@ -253,7 +262,7 @@ class MultiLora:
             )
             self._wrap_saved(saved, plan.vocab_size)
             # Known before the first batch names it, so that a warm-up compiles for it.
-            self.store.arena.vectors = self.store.arena.vectors or packed.has_vectors
+            self.store.arena.expect(packed.ranks, packed.has_vectors)
             return Loaded(
                 packed,
                 source=plan.source,

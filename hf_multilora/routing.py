@@ -86,12 +86,13 @@ class Routing:
             their own.
         open: outputs of siblings (`layers.siblings.Stash`) that wait to be taken.
         vectors: whether slots may hold gains or shifts, which compiled forwards then look for.
+        words: the same for embeddings and the output head, which adapters seldom train.
     """
 
     def __init__(self, device: torch.device, adapters: int, capacity: int = 1024) -> None:
         self.adapters = adapters
         self.overlap = False
-        self.vectors = False
+        self.vectors = self.words = False
         self.open: Any = None
         self.state: RowState | Idle | None = None
         self.tokens = 0

@@ -543,7 +543,7 @@ class Recorder:
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         names = []
         for node in graph.graph.nodes:
-            if "hf_multilora.expand_" in str(node.target):
+            if "hf_multilora.lora_expand_" in str(node.target):
                 names.append(f"expand_ {len(node.args[0])}")
             elif getattr(node.target, "__name__", "") == "linear":
                 names.append("base")

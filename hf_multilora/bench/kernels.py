@@ -140,7 +140,7 @@ class Layers:
                 if way == "in place":
                     op(ys, x, self.slots, rows)
                 elif way == "deltas" and h is not None:
-                    custom.join(op.counters)
+                    custom.join(h, x, op, self.slots, rows)
                 elif way is not None:
                     op.end(ys, x, h, self.slots, rows)
 

@@ -324,7 +324,7 @@ class Calls:
         its newest `use` block."""
         own = self.routing.force
         force = own if force is None else force
-        self.routing.vectors = self.store.arena.vectors
+        self.routing.vectors, self.routing.words = self.store.arena.vectors, self.store.arena.words
         if self._running and force is own:
             self.routing.trace(self._running[-1], force, "forward")
             return

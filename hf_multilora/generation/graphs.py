@@ -42,7 +42,7 @@ class Graphs:
     Args:
         routing: what the model's layers read.
         order: lets the current stream wait for the model's last forward on another one.
-        sites: every site that an adapter may have.
+        sites: gives the sites that an adapter may have by now.
         memory: what layers read for adapters, wherever it comes from: the slots, the kernels' workspace.
 
     Attributes:
@@ -55,7 +55,7 @@ class Graphs:
         self,
         routing: Routing,
         order: Callable[[], None],
-        sites: Collection[int],
+        sites: Callable[[], frozenset[int]],
         memory: Callable[[], list[torch.Tensor]] = list,
     ) -> None:
         self.routing = routing
@@ -178,7 +178,8 @@ class _Step:
         kwargs = self._with_masks(kwargs, view, cache)
         tensors: list[torch.Tensor] = []
         spec = flatten(kwargs, cache, tensors)
-        key = (state is not None, ids.shape[0], self._environment, view.token, view.full(), spec)
+        served = self._graphs.sites() if state is not None else None
+        key = (served, ids.shape[0], self._environment, view.token, view.full(), spec)
         self._graphs.order()
         try:
             graph = self._graphs.find(key)
@@ -250,7 +251,7 @@ class _Step:
     ) -> StepGraph:
         graphs, constants = self._graphs, Constants()
         inputs = [Input(tensor) for tensor in tensors]
-        slots = state.for_rows(rows).captured(graphs.sites) if state is not None else None
+        slots = state.for_rows(rows).captured(graphs.sites()) if state is not None else None
         graph = StepGraph(inputs, slots, view.kept, constants)
         graph.fill(tensors, state)
         kwargs = unflatten(spec, cache, iter([place.shown for place in inputs]))

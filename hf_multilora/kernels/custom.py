@@ -1,9 +1,12 @@
 """The custom ops that compiled forwards call, and what decides about the kernels.
 
-Buffers are allocated in the ops: safe in a graph, and no state that Inductor cannot see. `delta` and `join_` are a
-pair: while a graph is captured, the first lets the kernels run on a stream of their own, beside the base layers, and
-the second brings the streams together. Between them nobody may read or free what these kernels use, hence `join_`
-takes it all.
+They name a `LinearOp` or `EmbeddingOp` by its key, and find slots, sizes and counters there: as arguments these would
+be inputs of the graph, with guards of their own at every layer, which cost more time in each step than the kernels do.
+Keys are never used twice, so that a graph cannot meet the slots of another model.
+
+Buffers are allocated in the ops: safe in a graph, and no state that Inductor cannot see. `lora_delta` and `lora_join_`
+are a pair: while a graph is captured, the kernels run on a stream of their own between them, beside the base layers.
+Between them nobody may read or free what these kernels use, hence `lora_join_` takes it all.
 
 Inductor keeps compiled graphs on disk, and knows ops by their names alone: an op whose arguments change needs another
 name.
@@ -13,8 +16,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
+import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -70,73 +74,102 @@ def slices_of(ys: Sequence[Tensor], widths: Sequence[int]) -> list[Tensor]:
     return views
 
 
+_ops: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_keys = itertools.count()
+
+
+def register(op: Any) -> int:
+    """The key by which graphs name an op, for as long as it lives."""
+    key = next(_keys)
+    _ops[key] = op
+    return key
+
+
+def _named(key: int) -> Any:
+    op = _ops.get(key)
+    if op is None:
+        raise RuntimeError("a compiled graph of a model that is no longer enabled")
+    return op
+
+
 @functools.cache
 def _side_stream(device: torch.device, counters: int) -> torch.cuda.Stream:
     """A model's, which its counters stand for: two models may be captured at a time, and not into one graph."""
     return torch.cuda.Stream(device)
 
 
-def start_delta(x: Tensor, arena: Any, rows: Any, site: int, widths: Sequence[int], y: torch.dtype) -> Tensor:
-    """Deltas of `x [..., K]` as fp32 `[n, sum of the widths]`, beside what comes next where that is being captured."""
-    k = x.shape[-1]
-    n = x.numel() // k
-    d = torch.empty(n, sum(widths), dtype=torch.float32, device=x.device)
-    beside: Any = nullcontext()
-    if torch.cuda.is_current_stream_capturing():
-        side = _side_stream(x.device, arena.counters.data_ptr())
-        side.wait_stream(torch.cuda.current_stream(x.device))
-        beside = torch.cuda.stream(side)
-    with torch.cuda.device(x.device), beside:
-        # Allocated on the stream that uses them (a copy of x, planes): the other one might hand their memory out
-        # again before these kernels have run.
-        source = unit_stride(x.reshape(n, k))
-        call = launch.describe(n, k, widths, x.dtype, y, arena, rows)
-        planes = torch.empty(launch.plane_elems(call), dtype=torch.float32, device=x.device)
-        launch.delta(d, widths, source, y, arena, rows, planes, site)
+# Where the kernels of a group branch off, from `begin` until `join`.
+_forks: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+
+
+def begin(x: Tensor, op: Any, row_slots: Tensor, rows: int) -> Tensor:
+    """Start the deltas of `x [..., K]`, fp32 `[n, sum of the widths]`; not to be read before `join`.
+
+    While a graph is captured they are made on a stream of their own. The node that follows first on x goes on where x
+    was made, the others some microseconds later, as they wait for another stream. Where one base layer reads x, it
+    fills the device, and it is the deltas that have to be first; where several do, there is room later, and a base
+    layer is: then the launches come in `join`.
+    """
+    d = torch.empty(x.numel() // x.shape[-1], op.out_features, dtype=torch.float32, device=x.device)
+    if not torch.cuda.is_current_stream_capturing():
+        _launch(d, x, op, row_slots, rows)
+        return d
+    side = _side_stream(x.device, op.counters.data_ptr())
+    if len(op.outputs) > 1:
+        _forks[side] = torch.cuda.current_stream(x.device).record_event()
+        return d
+    side.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(side):
+        _launch(d, x, op, row_slots, rows)
     return d
 
 
-def join(counters: Tensor) -> None:
-    """What comes next on the current stream waits for the `start_delta` of the model that these counters belong to."""
-    if torch.cuda.is_current_stream_capturing():
-        device = counters.device
-        torch.cuda.current_stream(device).wait_stream(_side_stream(device, counters.data_ptr()))
+def join(d: Tensor, x: Tensor, op: Any, row_slots: Tensor, rows: int) -> None:
+    """What comes next on the current stream waits for what `begin` started; the same arguments, and its result."""
+    if not torch.cuda.is_current_stream_capturing():
+        return
+    side = _side_stream(x.device, op.counters.data_ptr())
+    fork = _forks.pop(side, None)
+    if fork is not None:
+        side.wait_event(fork)
+        with torch.cuda.stream(side):
+            _launch(d, x, op, row_slots, rows)
+    torch.cuda.current_stream(x.device).wait_stream(side)
+
+
+def _launch(d: Tensor, x: Tensor, op: Any, row_slots: Tensor, rows: int) -> None:
+    n, k = d.shape[0], x.shape[-1]
+    with torch.cuda.device(x.device):
+        # Allocated on the stream that uses them (a copy of x, planes): the other one might hand their memory out
+        # again before these kernels have run.
+        source, row_map = unit_stride(x.reshape(n, k)), launch.Rows(row_slots, None, rows)
+        call = launch.describe(n, k, op.widths, x.dtype, x.dtype, op.arena, row_map)
+        planes = torch.empty(launch.plane_elems(call), dtype=torch.float32, device=x.device)
+        launch.delta(d, op.widths, source, x.dtype, op.arena, row_map, planes, op.site)
 
 
 # x is not written. Said to be, it makes the compiler keep the base layers, which read x, behind this op: by its data
 # alone it could come last, and nothing would run beside anything.
-@torch.library.custom_op("hf_multilora::delta", mutates_args=("x",))
-def delta(
-    x: Tensor,
-    data: Tensor,
-    meta: Tensor,
-    floats: Tensor,
-    counters: Tensor,
-    row_slots: Tensor,
-    rows: int,
-    site: int,
-    widths: Sequence[int],
-    slot_elems: int,
-    max_rank: int,
-) -> Tensor:
+@torch.library.custom_op("hf_multilora::lora_delta", mutates_args=("x",))
+def delta(x: Tensor, row_slots: Tensor, key: int, rows: int) -> Tensor:
     """What the adapters add to the outputs of layers that read `x [..., K]`: fp32 `[..., sum of the widths]`.
 
-    -0.0 where they add nothing. Not to be read before `join_`.
+    -0.0 where they add nothing. Not to be read before `lora_join_`.
     """
-    arena = launch.Arena(data, meta, floats, counters, slot_elems, max_rank)
-    d = start_delta(x, arena, launch.Rows(row_slots, None, rows), site, widths, x.dtype)
-    return d.view(*x.shape[:-1], d.shape[1])
+    op = _named(key)
+    return begin(x, op, row_slots, rows).view(*x.shape[:-1], op.out_features)
 
 
 @delta.register_fake
-def _(x: Tensor, data: Tensor, meta: Tensor, floats: Tensor, counters: Tensor, *args: Any) -> Tensor:
-    return x.new_empty(*x.shape[:-1], sum(args[3]), dtype=torch.float32)
+def _(x: Tensor, row_slots: Tensor, key: int, rows: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], _named(key).out_features, dtype=torch.float32)
 
 
-@torch.library.custom_op("hf_multilora::join_", mutates_args=("d",))
-def join_(d: Tensor, x: Tensor, ys: Sequence[Tensor], counters: Tensor) -> None:
+@torch.library.custom_op("hf_multilora::lora_join_", mutates_args=("d",))
+def join_(d: Tensor, x: Tensor, ys: Sequence[Tensor], row_slots: Tensor, key: int, rows: int) -> None:
     """From here on `d` may be read; x is what it was made from, ys what the base layers made of x meanwhile."""
-    join(counters)
+    op = _named(key)
+    join(d.view(-1, op.out_features), x, op, row_slots, rows)
 
 
 @join_.register_fake
@@ -144,45 +177,31 @@ def _(*args: Any) -> None:
     return None
 
 
-@torch.library.custom_op("hf_multilora::expand_", mutates_args=("ys",))
+@torch.library.custom_op("hf_multilora::lora_expand_", mutates_args=("ys",))
 def expand_(
-    ys: Sequence[Tensor],
-    x: Tensor,
-    data: Tensor,
-    meta: Tensor,
-    floats: Tensor,
-    counters: Tensor,
-    row_slots: Tensor,
-    rows: int,
-    site: int,
-    widths: Sequence[int],
-    outputs: Sequence[int],
-    slot_elems: int,
-    zero_off: int,
-    max_rank: int,
-    row_starts: Tensor | None = None,
+    ys: Sequence[Tensor], x: Tensor, row_slots: Tensor, key: int, rows: int, row_starts: Tensor | None = None
 ) -> None:
     """`reference.lora_linear` in place on each y `[..., N_i]`, on any device."""
+    op = _named(key)
     k = x.shape[-1]
     n = x.numel() // k
     if n == 0 or rows == 0:
         return
     targets, source = [y.reshape(n, -1) for y in ys], unit_stride(x.reshape(n, k))
-    if runs_triton(ys[0], data):
+    if runs_triton(ys[0], op.data):
         targets = [unit_stride(target) for target in targets]
-        arena = launch.Arena(data, meta, floats, counters, slot_elems, max_rank)
         row_map = launch.Rows(row_slots, row_starts, rows)
         with torch.cuda.device(x.device):
-            call = launch.describe(n, k, widths, x.dtype, ys[0].dtype, arena, row_map)
+            call = launch.describe(n, k, op.widths, x.dtype, ys[0].dtype, op.arena, row_map)
             planes = torch.empty(launch.plane_elems(call), dtype=torch.float32, device=x.device)
-            launch.linear(slices_of(targets, widths), source, arena, row_map, planes, site, _recipes)
+            launch.linear(slices_of(targets, op.widths), source, op.arena, row_map, planes, op.site, _recipes)
         for y, target in zip(ys, targets, strict=True):
             if target.data_ptr() != y.data_ptr():
                 y.copy_(target.view(y.shape))
         return
-    for y, target, (first, columns) in zip(ys, targets, parts_of(site, widths, outputs), strict=True):
-        where = (data, meta, floats, row_slots.view(-1)[:rows], rows, first)
-        out = reference.lora_linear(target, source, *where, columns, slot_elems, zero_off, None, row_starts)
+    for y, target, (first, columns) in zip(ys, targets, op.layers, strict=True):
+        where = (op.data, op.meta, op.floats, row_slots.view(-1)[:rows], rows, first)
+        out = reference.lora_linear(target, source, *where, columns, op.slot_elems, op.zero_off, None, row_starts)
         y.copy_(out.view(y.shape))
 
 
@@ -191,39 +210,27 @@ def _(*args: Any) -> None:
     return None
 
 
-@torch.library.custom_op("hf_multilora::embedding", mutates_args=("y",))
+@torch.library.custom_op("hf_multilora::lora_embedding_", mutates_args=("y",))
 def embedding(
-    y: Tensor,
-    ids: Tensor,
-    data: Tensor,
-    meta: Tensor,
-    floats: Tensor,
-    counters: Tensor,
-    row_slots: Tensor,
-    rows: int,
-    site: int,
-    slot_elems: int,
-    zero_off: int,
-    max_rank: int,
-    row_starts: Tensor | None = None,
+    y: Tensor, ids: Tensor, row_slots: Tensor, key: int, rows: int, row_starts: Tensor | None = None
 ) -> None:
     """`reference.lora_embedding` in place on y `[..., width]`, on any device."""
+    op = _named(key)
     n, width = ids.numel(), y.shape[-1]
     if n == 0 or rows == 0:
         return
     target, source = y.reshape(n, width), ids.reshape(n).contiguous()
-    if runs_triton(y, data):
+    if runs_triton(y, op.data):
         target = unit_stride(target)
-        arena = launch.Arena(data, meta, floats, counters, slot_elems, max_rank)
         with torch.cuda.device(y.device):
-            planes = torch.empty(n * max_rank, dtype=torch.float32, device=y.device)
+            planes = torch.empty(n * op.max_rank, dtype=torch.float32, device=y.device)
             row_map = launch.Rows(row_slots, row_starts, rows)
-            launch.embed(target, source, arena, row_map, planes, site, _recipes)
+            launch.embed(target, source, op.arena, row_map, planes, op.site, _recipes)
         if target.data_ptr() != y.data_ptr():
             y.copy_(target.view(y.shape))
         return
-    where = (data, meta, floats, row_slots.view(-1)[:rows], rows, site)
-    out = reference.lora_embedding(target, source, *where, width, slot_elems, zero_off, None, row_starts)
+    where = (op.data, op.meta, op.floats, row_slots.view(-1)[:rows], rows, op.site)
+    out = reference.lora_embedding(target, source, *where, width, op.slot_elems, op.zero_off, None, row_starts)
     y.copy_(out.view(y.shape))
 
 

@@ -93,15 +93,11 @@ class _Op:
         self._triton = HAS_TRITON and data.is_cuda and data.dtype in TRITON_DTYPES
         self._device = data.device.index if data.is_cuda else -1
         self._recipes: dict[Any, Any] = {}
+        self.key = custom.register(self)
         self.counters = data.new_empty(0, dtype=torch.int32)
         if self._triton:
             self.counters = workspace.counters(meta.shape[0], data.device)
-            self._arena = launch.Arena(data, meta, floats, self.counters, slot_elems, max_rank)
-        if data.is_cuda:
-            # These stay where they are while the model is enabled. Unsaid, CUDA graphs under torch.compile would copy
-            # all of the arena at each replay. (As torch._dynamo.mark_static_address, without _dynamo's slow import.)
-            for tensor in (data, meta, floats, self.counters):
-                tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
+            self.arena = launch.Arena(data, meta, floats, self.counters, slot_elems, max_rank)
 
 
 class LinearOp(_Op):
@@ -138,13 +134,13 @@ class LinearOp(_Op):
         super().__init__(data, meta, floats, slot_elems, zero_off, site, widths, max_rank, workspace)
         self.in_features = in_features
         self.outputs = (self.out_features,) if outputs is None else tuple(outputs)
-        self._layers = tuple(parts_of(site, self.widths, self.outputs))
+        self.layers = tuple(parts_of(site, self.widths, self.outputs))
         # (output, first column) of each slice, where not every slice is a whole output
         self._columns: tuple[tuple[int, int], ...] | None = None
         if self.widths != self.outputs:
             self._columns = tuple(
                 (number, sum(columns[:place]))
-                for number, (_, columns) in enumerate(self._layers)
+                for number, (_, columns) in enumerate(self.layers)
                 for place in range(len(columns))
             )
 
@@ -190,12 +186,10 @@ class LinearOp(_Op):
         if _is_compiling():
             if torch.is_grad_enabled():
                 return None
-            arena = (self.data, self.meta, self.floats, self.counters, row_slots, rows, self.site, self.widths)
-            return custom.delta(x, *arena, self.slot_elems, self.max_rank)
+            return custom.delta(x, row_slots, self.key, rows)
         if not torch.cuda.is_current_stream_capturing():
             return None
-        row_map = launch.Rows(row_slots, None, rows)
-        return custom.start_delta(x, self._arena, row_map, self.site, self.widths, x.dtype)
+        return custom.begin(x, self, row_slots, rows)
 
     def end(
         self,
@@ -211,14 +205,12 @@ class LinearOp(_Op):
         grad = any(y.requires_grad for y in ys)
         if _is_compiling() and not grad:
             if h is not None:
-                custom.join_(h, x, ys, self.counters)
+                custom.join_(h, x, ys, row_slots, self.key, rows)
                 return tuple((y + d).to(y.dtype) for y, d in zip(ys, h.split(self.outputs, -1), strict=True))
-            tensors = (self.data, self.meta, self.floats, self.counters, row_slots, rows, self.site)
-            sizes = (self.widths, self.outputs, self.slot_elems, self.zero_off, self.max_rank)
-            custom.expand_(ys, x, *tensors, *sizes, row_starts)
+            custom.expand_(ys, x, row_slots, self.key, rows, row_starts)
             return ys
         if h is not None:
-            custom.join(self.counters)
+            custom.join(h, x, self, row_slots, rows)
         n = x.numel() // self.in_features
         if n == 0 or rows == 0:
             return ys
@@ -227,7 +219,7 @@ class LinearOp(_Op):
         if self._triton and not grad and all(y.dtype in TRITON_DTYPES for y in ys):
             return self._launch(ys, x, n, h, launch.Rows(row_slots, row_starts, rows))
         source, out = x.reshape(n, -1), []
-        for y, (site, widths) in zip(ys, self._layers, strict=True):
+        for y, (site, widths) in zip(ys, self.layers, strict=True):
             arena = (self.data, self.meta, self.floats, row_slots.view(-1)[:rows], rows, site)
             rest = (self.slot_elems, self.zero_off, cache, row_starts)
             out.append(reference.lora_linear(y.reshape(n, -1), source, *arena, widths, *rest).view(y.shape))
@@ -239,13 +231,13 @@ class LinearOp(_Op):
         views, recipe = slices_of(targets, self.widths), None
         with torch.cuda.device(self._device):
             if h is not None:
-                launch.finish(views, h, self._arena, row_map, self.site)
+                launch.finish(views, h, self.arena, row_map, self.site)
             else:
                 source = unit_stride(x.reshape(n, -1))
                 dtypes = (x.dtype, ys[0].dtype)
-                call = launch.describe(n, self.in_features, self.widths, *dtypes, self._arena, row_map)
+                call = launch.describe(n, self.in_features, self.widths, *dtypes, self.arena, row_map)
                 planes = self.workspace.reserve(launch.plane_elems(call), self.data.device)
-                recipe = launch.linear(views, source, self._arena, row_map, planes, self.site, self.workspace.recipes)
+                recipe = launch.linear(views, source, self.arena, row_map, planes, self.site, self.workspace.recipes)
         dtype = ys[0].dtype
         if recipe is not None and x.is_contiguous() and all(y.is_contiguous() and y.dtype is dtype for y in ys):
             if len(self._recipes) >= _MAX_RECIPES:
@@ -308,8 +300,7 @@ class EmbeddingOp(_Op):
     ) -> Tensor:
         """As for `LinearOp`, with one y and the ids `[...]` for x."""
         if _is_compiling() and not y.requires_grad:
-            tensors = (self.data, self.meta, self.floats, self.counters, row_slots, rows, self.site)
-            custom.embedding(y, x, *tensors, self.slot_elems, self.zero_off, self.max_rank, row_starts)
+            custom.embedding(y, x, row_slots, self.key, rows, row_starts)
             return y
         if self._triton and not _is_compiling():
             recipe = self._recipes.get((x.shape, rows, x.dtype, y.dtype, row_starts is None))
@@ -337,7 +328,7 @@ class EmbeddingOp(_Op):
         target, source = unit_stride(y.reshape(n, -1)), x.reshape(n).contiguous()
         with torch.cuda.device(self._device):
             planes = self.workspace.reserve(n * self.max_rank, self.data.device)
-            recipe = launch.embed(target, source, self._arena, row_map, planes, self.site, self.workspace.recipes)
+            recipe = launch.embed(target, source, self.arena, row_map, planes, self.site, self.workspace.recipes)
         if recipe is not None and x.is_contiguous() and y.is_contiguous():
             if len(self._recipes) >= _MAX_RECIPES:
                 self._recipes.clear()

@@ -22,7 +22,19 @@ from ..rows import RowState
 # What accelerate puts on a module that it hooks. It stays on the base layer: a wrapper that seemed to be hooked would
 # be handed the base's own forward as "the old one", and the adapters would be lost without a word.
 HOOKED = ("forward", "_hf_hook", "_old_forward")
-_OWN = ("base_layer", "_routing", "_sites", "_op", "_path", "_scattered", "_group", "_place", "extra", "positions")
+_OWN = (
+    "base_layer",
+    "_routing",
+    "_sites",
+    "_op",
+    "_path",
+    "_scattered",
+    "_group",
+    "_place",
+    "extra",
+    "positions",
+    "_word",
+)
 
 
 @functools.cache
@@ -42,6 +54,7 @@ class LoraLayer(nn.Module):
     _op: Any
     _path: str
     _scattered: str  # why its inputs do not begin with rows; empty where they do
+    _word = False  # whether it embeds tokens or makes logits: adapters seldom train that
 
     @classmethod
     def wrap(cls, base: nn.Module, path: str, routing: Routing, scattered: str = "") -> LoraLayer:
@@ -121,7 +134,7 @@ class LoraLayer(nn.Module):
         """
         routing = self._routing
         if torch.compiler.is_dynamo_compiling():
-            if not routing.serving(self._path, self._scattered):
+            if not routing.serving(self._path, self._scattered) or (self._word and not routing.words):
                 return y
             return self._run(y, x, routing.static, routing.compiled_rows(x.shape, flat, self._path))
         state = routing.state

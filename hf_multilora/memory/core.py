@@ -118,7 +118,7 @@ class StoreCore:
             slot.free()
             self._slots.counters.evictions += 1
         packed = self._in_dtype(packed)
-        self.arena.vectors = self.arena.vectors or packed.has_vectors
+        self.arena.expect(packed.ranks, packed.has_vectors)
         slot.ready = self._transfer.start(slot.index, packed, slot.last_use.values())
         slot.last_use = {}  # whoever comes next waits for the copy, which waited for these
         slot.label, slot.names = label, tuple(entry.name for entry in entries)

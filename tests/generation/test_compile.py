@@ -106,6 +106,26 @@ def test_loads_and_reloads_compile_nothing_new() -> None:
     assert backend.graphs == before
 
 
+def test_embeddings_and_heads_are_served_once_an_adapter_trains_them() -> None:
+    """Graphs leave them alone until then; one more graph, and they do not any more."""
+    model, backend = enabled("llama", ["r8"]), Backend()
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+
+    def check(ids: list[Id]) -> None:
+        with model.multilora.use(ids):
+            got = call(compiled)
+        assert relative_error(got, rows_of("llama", ids, call)) <= 1e-5, ids
+
+    check(["r8", None, "r8"])
+    assert backend.graphs == 1
+    for name in ("r33", "r3", "r64"):  # the head, the embedding, both
+        model.load_adapter(adapters()[name], adapter_name=name)
+        check([name, "r8", None])
+        assert backend.graphs == 2, name
+    check(["r8", None, "r8"])
+    assert backend.graphs == 2
+
+
 @pytest.mark.parametrize("family", ["gpt2", "phi3", "gemma3", "opt"])
 def test_other_families(family: str) -> None:
     model = enabled(family, ["r8", "r3", "r64"])

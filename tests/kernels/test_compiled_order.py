@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
 from hf_multilora.kernels import custom
+from hf_multilora.kernels.ops import LinearOp, Workspace
 
 WIDTHS = (48, 16, 16)
 
@@ -19,26 +19,26 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The ops' device part, on a CPU: ones for deltas; what ran, in order."""
     events: list[str] = []
 
-    def start(x: torch.Tensor, arena: Any, rows: Any, site: int, widths: Any, y: torch.dtype) -> torch.Tensor:
+    def begin(x: torch.Tensor, op: LinearOp, row_slots: torch.Tensor, rows: int) -> torch.Tensor:
         events.append("delta")
-        return torch.ones(x.shape[0], sum(widths))
+        return torch.ones(x.shape[0], op.out_features)
 
-    monkeypatch.setattr(custom, "start_delta", start)
-    monkeypatch.setattr(custom, "join", lambda counters: events.append("join"))
+    monkeypatch.setattr(custom, "begin", begin)
+    monkeypatch.setattr(custom, "join", lambda *args: events.append("join"))
     return events
 
 
-@pytest.mark.skipif(not custom.HAS_TRITON, reason="the op describes a launch of Triton's")
 def test_base_layers_run_between_delta_and_join(recorded: list[str]) -> None:
     weights = [torch.randn(width, 32) for width in WIDTHS]
     table = torch.zeros(8, dtype=torch.int32)
-    empty = torch.zeros(1)
+    data, meta = torch.zeros(64), torch.zeros(1, 32, dtype=torch.int64)
+    op = LinearOp(data, meta, data, 64, 0, 0, 32, WIDTHS, 8, Workspace(), WIDTHS)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         x = torch.nn.functional.rms_norm(x, (32,))
-        h = custom.delta(x, empty, empty, empty, empty, table, 4, 0, list(WIDTHS), 64, 8)
+        h = custom.delta(x, table, op.key, 4)
         ys = [torch.nn.functional.linear(x, weight) for weight in weights]
-        custom.join_(h, x, ys, empty)
+        custom.join_(h, x, ys, table, op.key, 4)
         q, k, v = ((y + d).relu() for y, d in zip(ys, h.split(WIDTHS, -1), strict=True))
         return torch.cat([q, k, v, x], -1)
 
@@ -52,7 +52,9 @@ def test_base_layers_run_between_delta_and_join(recorded: list[str]) -> None:
     torch.testing.assert_close(got, want)
     assert recorded == ["delta", "join"]
     source = code[0][code[0].index("def call(") :]
-    found = re.findall(r"hf_multilora\.(delta|join_)\.default\(|extern_kernels\.(mm|addmm)\(|(clone|copy_)\(", source)
+    found = re.findall(
+        r"hf_multilora\.lora_(delta|join_)\.default\(|extern_kernels\.(mm|addmm)\(|(clone|copy_)\(", source
+    )
     names = ["".join(match) for match in found]
     assert names == ["delta", "mm", "mm", "mm", "join_"], names
     torch._dynamo.reset()
