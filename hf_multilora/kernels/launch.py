@@ -1,27 +1,28 @@
-"""Launches: the ordinary one, and the prebuilt one that costs a few microseconds of host time.
+"""Launches: the ordinary ones, and prepared ones that cost a few microseconds of host time.
 
-Triton's `kernel[grid](...)` binds, specialises and looks up at every call, some 50 us. What it ends in is the
-compiled kernel's own launcher, `CompiledKernel.run(grid..., stream, function, ..., *args)`, which takes integers for
-pointers. A `Recipe` keeps that call with everything bound that does not change: it is right only for pointers that are
-aligned as those it was made with (16 bytes), and for the same shapes, dtypes and device; those it is looked up by.
+Triton's `kernel[grid](...)` binds, specialises and looks up at every call, some 50 us. A `Recipe` keeps two launches
+(`driver`) with everything bound that does not change: it is right only for pointers that are aligned as those it was
+made with (16 bytes), and for the same shapes, dtypes and device; those it is looked up by.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers.utils import logging
 
-from . import embedding, expand, shrink
+from . import driver, embedding, expand, shrink
 from . import finish as finish_op
+from .driver import Launch
 from .segments import capacity_of
 from .tuning import Call, ExpandTiling, ShrinkTiling, expand_tiling, kind_of, shrink_tiling
 
-logger = logging.getLogger(__name__)
+logger = logging.get_logger(__name__)
 
 # Shapes whose launches are kept by one workspace: prompts come in ever new lengths.
 _MAX_RECIPES = 1024
@@ -29,7 +30,6 @@ _MAX_RECIPES = 1024
 # Arguments that change from call to call or from layer to layer; in each kernel they come first. Shrink: addresses of
 # x, row_slots, row_starts and planes, and the site; expand the same with those of four slices in place of x. Kernels
 # made without starts read none; any address will do.
-Launch = Callable[..., None]
 _VARYING = {"first": 5, "second": 8}
 
 
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Two prebuilt launches, shrink (or gather) and expand, for one shape of call.
+    """Two prepared launches, shrink (or gather) and expand, for one shape of call.
 
     `first(stream, x, row_slots, row_starts, planes, site)`,
     `second(stream, y0, y1, y2, y3, row_slots, row_starts, planes, site)`.
@@ -61,12 +61,6 @@ class Recipe(NamedTuple):
 
     first: Launch
     second: Launch
-
-
-class _Prebuilding:
-    """Whether prebuilt launches work with this Triton; tried once, on a launch that may safely run twice."""
-
-    works: bool | None = None
 
 
 @functools.cache
@@ -112,8 +106,12 @@ def linear(
 def delta(
     d: Tensor, widths: Sequence[int], x: Tensor, y: torch.dtype, arena: Arena, rows: Rows, planes: Tensor, site: int
 ) -> None:
-    """Shrink and expand into `d`, fp32 `[n, sum of the widths]`, whose every element is written; see expand.py."""
+    """Shrink and expand into `d`, fp32 `[n, sum of the widths]`, whose every element is written; see expand.py.
+
+    No dependent launches: programs that wait would hold the multiprocessors that the base layers beside them need.
+    """
     call = describe(x.shape[0], x.shape[1], widths, x.dtype, y, arena, rows)
+    call = dataclasses.replace(call, pdl=False)
     for kernel, grid, args, options in _prepared(call, d.split(list(widths), 1), x, arena, rows, planes, site, True):
         kernel[grid](*args, **options)
 
@@ -188,60 +186,20 @@ def _run_recipe(recipe: Recipe, ys: Sequence[Tensor], x: Tensor, rows: Rows, pla
 def _run(
     first: tuple[Any, ...], second: tuple[Any, ...], key: tuple[Any, ...] | None, recipes: dict[Any, Recipe]
 ) -> Recipe | None:
-    launches = []
+    launches: list[Launch | None] = []
     for which, (kernel, grid, args, options) in (("first", first), ("second", second)):
         compiled = kernel[grid](*args, **options)
-        launch = _prebuild(compiled, grid, args, _VARYING[which])
-        if launch is not None and _Prebuilding.works is None:
-            _try_out(launch, args)
-        if launch is not None and _Prebuilding.works:
-            launches.append(launch)
-    if key is None or len(launches) < 2:
+        launches.append(driver.prepare(compiled, grid, args, _VARYING[which]) if key is not None else None)
+    if key is None:
+        return None
+    one, two = launches
+    if one is None or two is None:
+        logger.warning_once(
+            "Triton's kernels do not take their parameters as prepared launches were written for: each LoRA layer "
+            "costs about 0.1 ms more host time in eager mode. Triton 3.6 and 3.7 are known to work."
+        )
         return None
     if len(recipes) >= _MAX_RECIPES:
         recipes.clear()
-    recipe = recipes[key] = Recipe(*launches)
+    recipe = recipes[key] = Recipe(one, two)
     return recipe
-
-
-def _prebuild(compiled: Any, grid: tuple[int, int, int], args: tuple[Any, ...], varying: int) -> Launch | None:
-    """A closure over everything that does not change between calls of one shape."""
-    run = getattr(compiled, "run", None)
-    function = getattr(compiled, "function", None)
-    packed = getattr(compiled, "packed_metadata", None)
-    if run is None or function is None or packed is None:
-        return None
-    g0, g1, g2 = grid
-    tail = tuple(a.data_ptr() if isinstance(a, Tensor) else a for a in args[varying:])
-    if varying == 5:
-
-        def launch(stream: int, x: int, slots: int, starts: int, planes: int, site: int) -> None:
-            run(g0, g1, g2, stream, function, packed, None, None, None, x, slots, starts, planes, site, *tail)
-
-    else:
-
-        def launch(  # type: ignore[misc]
-            stream: int, y0: int, y1: int, y2: int, y3: int, slots: int, starts: int, planes: int, site: int
-        ) -> None:
-            run(
-                g0, g1, g2, stream, function, packed, None, None, None,
-                y0, y1, y2, y3, slots, starts, planes, site, *tail,
-            )  # fmt: skip
-
-    return launch
-
-
-def _try_out(launch: Launch, args: tuple[Any, ...]) -> None:
-    """Run the first kernel once more: it writes the same planes again, so nothing is lost if this works."""
-    x, row_slots, row_starts, planes, site = args[: _VARYING["first"]]
-    stream = torch.cuda.current_stream(x.device).cuda_stream
-    try:
-        launch(stream, x.data_ptr(), row_slots.data_ptr(), row_starts.data_ptr(), planes.data_ptr(), site)
-        _Prebuilding.works = True
-    except (TypeError, ValueError, AttributeError, SystemError) as error:
-        _Prebuilding.works = False
-        logger.warning(
-            "Triton's launcher is not the one that prebuilt launches were written for (%s): each LoRA layer costs "
-            "about 0.1 ms more host time in eager mode. Triton 3.6 and 3.7 are known to work.",
-            error,
-        )

@@ -6,6 +6,7 @@ decorates a kernel either for the interpreter or for the compiler.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -19,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_multilora.kernels import embedding, expand, finish, shrink, table
+from hf_multilora.kernels import driver, embedding, expand, finish, shrink, table
 from hf_multilora.kernels.tuning import Call, expand_tiling, shrink_tiling
 
 TYPES = {
@@ -129,7 +130,9 @@ def launches(
     tail = (rows, 5, floats, 1 << 20, rank, first, second)
     yield label, expand.prepare(ys, *common, *tail)
     if first.kind != "tiles" and not starts:
-        d = empty(torch.float32, n, sum(widths))
+        d, alone = empty(torch.float32, n, sum(widths)), dataclasses.replace(first, pdl=False)
+        yield label + " delta", shrink.prepare(x, *common, slots, rows, 5, len(widths), 1 << 20, rank, alone)
+        tail = (rows, 5, floats, 1 << 20, rank, alone, second)
         yield label + " delta", expand.prepare(d.split(widths, 1), *common, *tail, True)
         yield label, finish.prepare(ys, slots, d, data, meta, rows, 5, floats, 1 << 20)
 
@@ -153,12 +156,27 @@ def resources(compiled: Any) -> dict[str, Any]:
     return {"shared": compiled.metadata.shared, "loads": widths, "copies": copies, **found, "dots": dots}
 
 
+def parameters(compiled: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Bytes of the kernel's parameters: as a prepared launch passes them, and as the compiled kernel takes them."""
+    passed = driver._parameters(compiled, args)
+    entry = compiled.asm["ptx"].split(".entry", 1)[1].split("{", 1)[0]
+    return {
+        "passed": None if passed is None else [size for size, _ in passed],
+        "taken": [int(bits) // 8 for bits in re.findall(r"\.param \.[a-z](\d+)", entry)],
+    }
+
+
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     for number, (label, (kernel, grid, args, options)) in enumerate(cases()):
         compiled = compile_launch(kernel, args, options)
         name = kernel.fn.__name__
-        print(json.dumps({"kernel": name, "case": label, "grid": grid, **resources(compiled)}), flush=True)
+        print(
+            json.dumps(
+                {"kernel": name, "case": label, "grid": grid, **resources(compiled), **parameters(compiled, args)}
+            ),
+            flush=True,
+        )
         if folder:
             folder.mkdir(parents=True, exist_ok=True)
             for kind in ("ttgir", "ptx"):

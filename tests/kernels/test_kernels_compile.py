@@ -28,4 +28,5 @@ def test_kernels_compile_for_sm_90(tmp_path: Path) -> None:
             continue
         assert report["STACK"] == 0, f"spills: {report}"
         wide = report["loads"].get("16", 0) + ("rows" not in report["kernel"]) * report["copies"]
+        assert report["passed"] == report["taken"] and len(report["taken"]) > 5, report
         assert wide or report["kernel"] == "gather_factors", f"no 16-byte load: {report}"

@@ -348,30 +348,14 @@ def test_neighbours_change_no_bit(
     assert same_bits(got, run(bed, y2, x2, second, starts=starts2)[span])
 
 
-class Compiled:
-    """What a launch of a kernel returns on a device, as far as a prebuilt launch needs it."""
-
-    function, packed_metadata = 11, (4, 1, 0)
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.calls: list[tuple] = []
-        self.error = error
-
-    def run(self, *args: object) -> None:
-        self.calls.append(args)
-        if self.error is not None:
-            raise self.error
-
-
 class Kernel:
-    def __init__(self, compiled: Compiled) -> None:
-        self.compiled = compiled
+    """Launches nothing."""
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., Compiled]:
-        return lambda *args, **options: self.compiled
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., object]:
+        return lambda *args, **options: self
 
 
-def fake_kernels(monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> list[tuple]:
+def fake_kernels(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Replace both kernels; returns what each would have been launched with: (grid, arguments)."""
     prepared: list[tuple] = []
     for module in (launch.shrink, launch.expand):
@@ -379,18 +363,23 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, compiled: Compiled) -> list[tu
         def prepare(*args: object, real: Callable = module.prepare) -> tuple:
             _, grid, arguments, options = real(*args)
             prepared.append((grid, arguments))
-            return Kernel(compiled), grid, arguments, options
+            return Kernel(), grid, arguments, options
 
         monkeypatch.setattr(module, "prepare", prepare)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=99))
     return prepared
 
 
-def test_prebuilt_launches_pass_what_ordinary_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_launches_pass_what_ordinary_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     bed = Bed([[16], [3]], 32, [48])
-    compiled = Compiled()
-    prepared = fake_kernels(monkeypatch, compiled)
-    monkeypatch.setattr(launch._Prebuilding, "works", True)
+    prepared = fake_kernels(monkeypatch)
+    calls: list[tuple] = []
+
+    def prepare(compiled: object, grid: tuple, args: tuple, varying: int) -> Callable[..., None]:
+        assert isinstance(compiled, Kernel) and any(args is given and grid == of for of, given in prepared)
+        return lambda stream, *values: calls.append((grid, stream, *values, *args[varying:]))
+
+    monkeypatch.setattr(launch.driver, "prepare", prepare)
     recipes: dict = {}
 
     def call(site: int, seed: int, starts: bool = False) -> tuple[launch.Recipe | None, tuple]:
@@ -403,32 +392,34 @@ def test_prebuilt_launches_pass_what_ordinary_ones_do(monkeypatch: pytest.Monkey
         return launch.linear([y], x, arena, rows, planes, site, recipes), (y, x, row_slots, row_starts, planes)
 
     recipe, keep = call(site=2, seed=1)
-    assert recipe is not None and not compiled.calls and len(recipes) == 1
+    assert recipe is not None and not calls and len(recipes) == 1
     again, other = call(site=5, seed=2)
-    assert again is recipe and len(prepared) == 2, "the second call is prebuilt"
+    assert again is recipe and len(prepared) == 2, "the second call is prepared"
     leading = ([other[1].data_ptr()], [other[0].data_ptr()] * 4)
-    for (grid, arguments), got, first in zip(prepared, compiled.calls, leading, strict=True):
-        fixed = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments[len(first) + 4 :]]
+    for (grid, arguments), got, first in zip(prepared, calls, leading, strict=True):
         slots = other[2].data_ptr()
         varying = [*first, slots, slots, other[4].data_ptr(), 5]
-        assert list(got) == [*grid, 99, 11, (4, 1, 0), None, None, None, *varying, *fixed]
-    compiled.calls.clear()
+        assert got[: 2 + len(varying)] == (grid, 99, *varying)
+        assert all(a is b for a, b in zip(got[2 + len(varying) :], arguments[len(varying) :], strict=True))
+    calls.clear()
     with_starts, _ = call(site=2, seed=1, starts=True)
-    assert with_starts is not recipe and not compiled.calls and len(recipes) == 2
+    assert with_starts is not recipe and not calls and len(recipes) == 2
     again, other = call(site=2, seed=2, starts=True)
     assert again is with_starts and len(prepared) == 4
-    for got, at in zip(compiled.calls, (10, 13), strict=True):
+    for got, at in zip(calls, (3, 6), strict=True):
         assert got[at : at + 2] == (other[2].data_ptr(), other[3].data_ptr())
     del keep
 
 
-def test_an_unknown_launcher_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_kernels_that_cannot_be_prepared_are_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     bed = Bed([[16]], 32, [48])
-    fake_kernels(monkeypatch, Compiled(TypeError("function takes exactly 9 arguments")))
-    monkeypatch.setattr(launch._Prebuilding, "works", None)
+    fake_kernels(monkeypatch)
+    launch.logger.warning_once.cache_clear()
     y, x = bed.inputs(1, torch.float32)
     row_slots, planes = torch.zeros(1, dtype=torch.int32), torch.empty(1024)
     for _ in range(2):
         arena = launch.Arena(bed.data, bed.meta, bed.floats, row_slots, bed.slot_elems, 16)
         assert launch.linear([y], x, arena, launch.Rows(row_slots, None, 1), planes, bed.site, {}) is None
-    assert len(caplog.records) == 1 and "exactly 9 arguments" in caplog.text
+    assert len(caplog.records) == 1 and "do not take their parameters" in caplog.text
