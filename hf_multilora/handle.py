@@ -484,6 +484,7 @@ class MultiLora:
             raise ModelError(f"Calls in flight still use {', '.join(busy)}. Let them end before disabling.")
         with self.calls.stopped("disabled"):
             swap_out(self._survey.found, self._wrappers)
+            self.calls.steps.clear()
             if self.calls.graphs is not None:
                 self.calls.graphs.clear()
             self._guard.undo()

@@ -26,6 +26,7 @@ from ..routing import SAVED, Force, Idle, Routing
 from ..rows import RowState
 from .cache import StateTags, cached_length, check_cache, find_cache, write_tag
 from .call import Call, Life, batch_rows, token_ids
+from .compiled import CompiledSteps
 from .gate import Gate
 from .graphs import Graphs
 from .ids import Key, names_of, to_keys
@@ -106,6 +107,7 @@ class Calls:
         self._users: dict[int, int] = {}  # threads inside of `use` blocks that hold the lock
         self._stream: torch.cuda.Stream | None = None
         self.graphs: Graphs | None = None  # where decode steps are captured
+        self.steps = CompiledSteps()
         self._states = StateTags()
         routing.on_trace = torch._dynamo.disable(self._traced)
         routing.publish(self._idle)

@@ -17,6 +17,7 @@ from ..errors import ModelError, RoutingError
 from ..layers import LoraLayer
 from .call import batch_rows
 from .calls import Calls
+from .compiled import generating
 from .ids import one_of, to_keys
 from .logits import AdapterVocabularyLogitsProcessor
 from .waves import Following, plan_waves, refuse_waves, run_waves
@@ -74,6 +75,8 @@ class MultiLoraMixin(AdapterWords):
             with calls.lock:
                 return functools.partial(_stepped_forward, calls, calls.graphs.begin(self))
         compiled = super().get_compiled_call(compile_config)  # type: ignore[misc]
+        if generating.get():
+            compiled = calls.steps.begin(self, compiled)
         return functools.partial(_compiled_forward, self, compiled)
 
     def _expand_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,9 +123,13 @@ class MultiLoraMixin(AdapterWords):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        with self.multilora.calls.stopped("moved or cast"):
+        calls = self.multilora.calls
+        with calls.stopped("moved or cast"):
             result = super()._apply(fn, recurse)  # type: ignore[misc]
+            arena = calls.store.arena
             self.multilora.follow_model()
+            if calls.store.arena is not arena:
+                calls.steps.clear()
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -157,14 +164,12 @@ class MultiLoraGenerationMixin(MultiLoraMixin):
             RoutingError: ids that do not fit the rows.
             AdapterNotFoundError, SlotError, CacheMismatchError: see `__call__`.
         """
-        return _generate(
-            self,
-            super().generate,  # type: ignore[misc]
-            args,
-            kwargs,
-            one_of(adapter_ids, adapter_names),
-            assistant_adapter_ids,
-        )
+        ids = one_of(adapter_ids, adapter_names)
+        token = generating.set(True)
+        try:
+            return _generate(self, super().generate, args, kwargs, ids, assistant_adapter_ids)  # type: ignore[misc]
+        finally:
+            generating.reset(token)
 
     def generate_batch(self, *args: Any, adapter_ids: Any = None, adapter_names: Any = None, **kwargs: Any) -> Any:
         if one_of(adapter_ids, adapter_names) is not None:

@@ -44,6 +44,25 @@ def _fp32_precision() -> tuple[Hashable, ...]:
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
+def obstacle_for_all() -> str | None:
+    """What runs around the forward of every module, if anything."""
+    found = any(getattr(torch_module, f"_global{name}") for name in _HOOKS)
+    return "a hook is registered for all modules" if found else None
+
+
+def obstacle_of(module: Any) -> str | None:
+    """What runs around a module's forward or in its place, or around that of the layer that a wrapper runs."""
+    state = module.__dict__
+    for own in (state, state["base_layer"].__dict__) if "base_layer" in state else (state,):
+        if "_hf_hook" in own or "forward" in own or own.get("_compiled_call_impl") is not None:
+            return f"a {type(module).__name__} has a forward of its own (offloaded, compiled, or patched)"
+    for name in _HOOKS:
+        hooks = state[name]
+        if hooks and not all(map(_harmless, hooks.values())):
+            return f"a {type(module).__name__} has a forward hook"
+    return None
+
+
 def survey_model(model: Any) -> tuple[str | None, tuple[Hashable, ...]]:
     """What stands in the way of capturing a model (None: nothing), and what a captured step has taken for granted.
 
@@ -57,24 +76,19 @@ def survey_model(model: Any) -> tuple[str | None, tuple[Hashable, ...]]:
         obstacle = "transformers does not compile this architecture either"
     if (getattr(model, "_tp_size", None) or 1) > 1:
         return "the model is spread over several devices", ()
-    if any(getattr(torch_module, f"_global{name}") for name in _HOOKS):
-        obstacle = "a hook is registered for all modules"
+    obstacle = obstacle_for_all() or obstacle
     for module in model.modules():
-        state = module.__dict__
-        if any(not _harmless(hook) for name in _HOOKS for hook in state[name].values()):
-            obstacle = f"a {type(module).__name__} has a forward hook"
+        obstacle = obstacle_of(module) or obstacle
         # A wrapper's own attributes are no part of what the base layer computes.
+        state = module.__dict__
         runs = state.get("base_layer", module)
         held = runs.__dict__
-        own = {**state, **held} if runs is not module else state
-        if "_hf_hook" in own or "forward" in own or own.get("_compiled_call_impl") is not None:
-            obstacle = f"a {type(module).__name__} has a forward of its own (offloaded, compiled, or patched)"
         for tensors in (state["_parameters"], state["_buffers"]):
             given.extend(tensor.data_ptr() for tensor in tensors.values() if tensor is not None)
         # The class beside the id, for an id may come again.
         kind: Any = type(runs)
         given += [id(runs), kind, kind.forward]
-        given += [value for name, value in held.items() if type(value) in _PLAIN and name != _OF_GENERATE]
+        given += [value for name, value in held.items() if type(value) in PLAIN and name != _OF_GENERATE]
         if "config" in held:
             configs[id(held["config"])] = held["config"]
     given += [_numbers(config.__dict__) for config in configs.values() if isinstance(config, PretrainedConfig)]
@@ -82,14 +96,14 @@ def survey_model(model: Any) -> tuple[str | None, tuple[Hashable, ...]]:
 
 
 _OF_GENERATE = "_previous_max_cache_length"  # generate() keeps it on the model, whose forward does not read it
-_PLAIN = frozenset(
+PLAIN = frozenset(
     (bool, int, float, complex, str, NoneType, FunctionType, BuiltinFunctionType, type, torch.dtype, torch.device)
 )
 
 
 def _numbers(value: Any) -> Hashable:
     """What a config holds, to be compared; None for objects of which nothing is known."""
-    if type(value) in _PLAIN:
+    if type(value) in PLAIN:
         return value
     if isinstance(value, dict):
         return tuple((str(name), _numbers(item)) for name, item in value.items())
