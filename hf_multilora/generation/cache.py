@@ -183,7 +183,7 @@ class StateTags:
 
     def check(self, kwargs: dict[str, Any], rows: Sequence[Hashable | None]) -> None:
         """Raises: CacheMismatchError where a state was written under other ids."""
-        for name in self._names:
+        for name in self._names if self._known else ():
             tensor = _first_tensor(kwargs.get(name))
             seen = self._known.get(id(tensor)) if tensor is not None else None
             if seen is None or seen[0]() is not tensor:
@@ -198,7 +198,8 @@ class StateTags:
     def write(self, output: Any, rows: Sequence[Hashable | None]) -> None:
         """Note who has written the states that a forward returns."""
         for name in self._names:
-            tensor = _first_tensor(getattr(output, name, None))
+            value = getattr(output, name, None)
+            tensor = _first_tensor(value) if value is not None else None
             if tensor is not None:
                 gone = functools.partial(_forget, self._known, id(tensor))
                 self._known[id(tensor)] = (weakref.ref(tensor, gone), tuple(rows))

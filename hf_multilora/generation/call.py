@@ -27,14 +27,18 @@ T = TypeVar("T")
 
 def batch_rows(args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
     """Rows of the batch that a forward or generate() was given, or None where the arguments do not say."""
-    candidates = [args[0]] if args else []
-    candidates += [kwargs[name] for name in _ROW_ARGUMENTS if kwargs.get(name) is not None]
-    for value in candidates:
-        if not isinstance(value, torch.Tensor):
-            value = getattr(value, "last_hidden_state", None)
-        if isinstance(value, torch.Tensor) and value.dim() > 0:
-            return int(value.shape[0])
-    return None
+    rows = _rows_of(args[0]) if args else None
+    if rows is None:
+        for name in _ROW_ARGUMENTS:
+            if name in kwargs and (rows := _rows_of(kwargs[name])) is not None:
+                break
+    return rows
+
+
+def _rows_of(value: Any) -> int | None:
+    if not isinstance(value, torch.Tensor):
+        value = getattr(value, "last_hidden_state", None)
+    return int(value.shape[0]) if isinstance(value, torch.Tensor) and value.dim() > 0 else None
 
 
 def token_ids(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor | None:

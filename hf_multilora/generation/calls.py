@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -443,7 +443,10 @@ class Calls:
             self.routing.publish(state, tokens)
             self._trace()
             # Adapters carry no gradient: outputs that claimed one would be missing the adapters' part of it.
-            with torch.no_grad() if state is not None else nullcontext():
+            if state is not None and torch.is_grad_enabled():
+                with torch.no_grad():
+                    yield
+            else:
                 yield
         finally:
             self._running.pop()
