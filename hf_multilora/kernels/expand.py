@@ -328,16 +328,21 @@ def expand_tiles(
     DELTA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_M tokens of one row, STEPS blocks of BLOCK_N columns of one slice. Grid [rows * blocks, spans, slices]."""
+    """BLOCK_M tokens of one row, STEPS blocks of BLOCK_N columns of one slice. Grid [rows * blocks * spans, 1, slices].
+
+    Programs that follow each other walk along the columns: those that run together stay within few rows of y.
+    """
     let_next_begin(PDL)
-    row = tl.program_id(0) // blocks
+    spans = tl.cdiv(tl.maximum(tl.maximum(w0, w1), tl.maximum(w2, w3)), STEPS * BLOCK_N)
+    block = tl.program_id(0) // spans
+    row = block // blocks
     i = tl.program_id(2)
     width = pick(i, w0, w1, w2, w3, N_SLICES)
-    c_first = tl.program_id(1) * (STEPS * BLOCK_N)
+    c_first = (tl.program_id(0) % spans) * (STEPS * BLOCK_N)
     if c_first >= width:
         wait_for_input(PDL)
         return
-    m_start = (tl.program_id(0) % blocks) * BLOCK_M
+    m_start = (block % blocks) * BLOCK_M
     m_first = 0
     slot = tl.load(row_slots_ptr + row)
     idle = slot < 0
@@ -466,6 +471,10 @@ def prepare(
         shrinking.pdl,
     )
     columns = -(-max(widths) // (tiling.block_n * tiling.steps))
-    programs = {"rows": n, "segments": shrinking.tiles, "tiles": rows * blocks}[shrinking.kind]
+    grid = {
+        "rows": (n, columns, len(ys)),
+        "segments": (shrinking.tiles, columns, len(ys)),
+        "tiles": (rows * blocks * columns, 1, len(ys)),
+    }[shrinking.kind]
     options = {"num_warps": tiling.warps} | ({"launch_pdl": True} if shrinking.pdl else {})
-    return _KERNELS[shrinking.kind], (programs, columns, len(ys)), args, options
+    return _KERNELS[shrinking.kind], grid, args, options

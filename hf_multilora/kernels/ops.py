@@ -31,6 +31,7 @@ _MAX_RECIPES = 64
 
 # Unlike is_compiling, false for threads that run beside one that compiles.
 _is_compiling = torch.compiler.is_dynamo_compiling
+_grad_enabled = torch.is_grad_enabled
 # Absent from builds of torch without CUDA, where nothing asks for them.
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -164,9 +165,11 @@ class LinearOp(_Op):
         Raises:
             RoutingError: the tokens do not divide into `rows` rows.
         """
+        # Runs at every layer of every eager step: as little Python as there can be.
         if self._triton and not _is_compiling():
-            recipe = self._recipes.get((x.shape, rows, x.dtype, ys[0].dtype, row_starts is None, row_slots.shape))
-            if recipe is not None and self._run(recipe, ys, x, row_slots, row_starts):
+            dtype = ys[0].dtype
+            recipe = self._recipes.get((x.shape, rows, x.dtype, dtype, row_starts is None, row_slots.shape))
+            if recipe is not None and self._run(recipe, ys, x, dtype, row_slots, row_starts):
                 return ys
         return self.end(ys, x, None, row_slots, rows, cache, row_starts)
 
@@ -248,27 +251,37 @@ class LinearOp(_Op):
         return tuple(y if target.data_ptr() == y.data_ptr() else target.view(y.shape) for y, target in pairs)
 
     def _run(
-        self, recipe: Any, ys: tuple[Tensor, ...], x: Tensor, row_slots: Tensor, row_starts: Tensor | None
+        self,
+        recipe: Any,
+        ys: tuple[Tensor, ...],
+        x: Tensor,
+        dtype: torch.dtype,
+        row_slots: Tensor,
+        row_starts: Tensor | None,
     ) -> bool:
-        """Prebuilt launches; False where these tensors are not like those that the recipe was made for."""
-        dtype, source = ys[0].dtype, x.data_ptr()
-        bits, pointers = source, []
+        """Prepared launches; False where these tensors are not like those that the recipe was made for."""
+        device = self._device
+        if not x.is_contiguous() or _current_device() != device:
+            return False
+        graph = _grad_enabled()
+        bits = source = x.data_ptr()
+        pointers = []
         for y in ys:
-            if y.requires_grad or y.dtype is not dtype or not y.is_contiguous():
+            if y.dtype is not dtype or not y.is_contiguous() or (graph and y.requires_grad):
                 return False
-            pointers.append(y.data_ptr())
-            bits |= pointers[-1]
-        if bits & 15 or not x.is_contiguous() or _current_device() != self._device:
+            pointer = y.data_ptr()
+            bits |= pointer
+            pointers.append(pointer)
+        if bits & 15:
             return False
         if self._columns is not None:
             size = ys[0].element_size()
             pointers = [pointers[output] + size * column for output, column in self._columns]
-        while len(pointers) < MAX_SLICES:
-            pointers.append(pointers[0])
-        stream, slots = _raw_stream(self._device), row_slots.data_ptr()
-        starts, planes = slots if row_starts is None else row_starts.data_ptr(), self.workspace.pointer
-        recipe.first(stream, source, slots, starts, planes, self.site)
-        recipe.second(stream, *pointers, slots, starts, planes, self.site)
+        pointers += pointers[:1] * (MAX_SLICES - len(pointers))
+        stream, slots, planes, site = _raw_stream(device), row_slots.data_ptr(), self.workspace.pointer, self.site
+        starts = slots if row_starts is None else row_starts.data_ptr()
+        recipe.first(stream, source, slots, starts, planes, site)
+        recipe.second(stream, *pointers, slots, starts, planes, site)
         return True
 
 

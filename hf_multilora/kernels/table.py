@@ -37,6 +37,8 @@ MAX_SPLIT = 32
 
 # What a warp reads with one load of 16 bytes: of so much of a row of Bt, each thread holds all ranks of its columns.
 WARP_BYTES = 512
+# Up to this rank. Above it threads share columns, and how they do orders the sums: there are no sizes to choose.
+LOW_RANK = 16
 
 # The sizes that a table may give, by kernel: others would not be used, leave columns out, or order sums by widths.
 FIELDS = {
@@ -230,6 +232,8 @@ def _sizes(kernel: str, shape: Mapping[str, Any], tiling: Any, where: str) -> Si
             raise ConfigError(f"{where}: {kernel} takes no {name!r}, but {', '.join(FIELDS[kernel])}.")
         smallest, largest, power = _LIMITS[name]
         if kernel == "expand_rows" and name == "block_n":
+            if shape["max_rank"] > LOW_RANK:
+                raise ConfigError(f"{where}: expand_rows takes no block_n above max_rank {LOW_RANK}.")
             smallest = WARP_BYTES // _DTYPES[shape["dtype"]].itemsize
         if kernel == "expand_tiles" and name == "warps":
             smallest = 4  # fewer make another MMA

@@ -21,7 +21,7 @@ import torch
 
 from . import table
 from .segments import TILE, tile_count
-from .table import MAX_SPLIT
+from .table import LOW_RANK, MAX_SPLIT
 
 # From this many tokens a row on, tiles and tl.dot; below, one program per token or per tile of rows.
 TILE_TOKENS = 16
@@ -37,9 +37,9 @@ MAX_SLICES = 4
 
 # Decode shrink by tokens in the call: (up to, bytes of a row of A that a program reads, of these at a time, warps).
 SHRINK_ROWS = ((256, 1024, 512, 4), (1 << 62, 2048, 512, 4))
-# Decode expand: bytes of a row of Bt that a program reads, warps. One setting for all: threads' layout decides in
-# which order planes are added.
-EXPAND_ROWS = (table.WARP_BYTES, 1)
+# Decode expand, by largest rank (up to): (bytes of a row of Bt that a program reads, largest rank at once, warps). The
+# same for all widths: threads' layout decides in which order planes are added.
+EXPAND_ROWS = ((LOW_RANK, table.WARP_BYTES, 16, 1), (1 << 62, table.WARP_BYTES // 2, 32, 1))
 # Segments, by largest rank (up to): (elements of K for a program, at a time, stages, warps).
 SHRINK_SEGMENTS = ((32, 256, 256, 2, 4), (1 << 62, 512, 128, 3, 4))
 # Segments, by largest rank and widest slice (up to): (columns, stages, warps); the largest rank at once for all, as it
@@ -52,7 +52,7 @@ SHRINK_TILES = {"native": (64, 128, 64, 4, 4), "tf32": (32, 64, 64, 3, 4), "ieee
 # Prefill expand: (largest tile of tokens, columns, largest rank at once, steps, warps).
 EXPAND_TILES = {"split": (64, 128, 64, 8, 4), "tf32": (32, 128, 16, 4, 4), "ieee": (32, 64, 16, 4, 4)}
 # The same for "split" and ranks up to LOW_RANK.
-EXPAND_TILES_LOW, LOW_RANK = (32, 128, 16, 1, 4), 16
+EXPAND_TILES_LOW = (32, 128, 16, 1, 4)
 
 # What a search tries, the last field changing first; `search_space` leaves out what cannot run, or would spill.
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
@@ -200,6 +200,8 @@ def search_space(kernel: str, **shape: Any) -> list[table.Sizes]:
 def _fits(kernel: str, call: Call, tiling: Any, sizes: table.Sizes) -> bool:
     threads, size = 32 * tiling.warps, call.data.itemsize
     if isinstance(tiling, ExpandTiling):
+        if kernel == "expand_rows" and call.max_rank > LOW_RANK:
+            return False
         if tiling.block_n * tiling.steps > _power_of_2(max(call.widths)):
             return False
         if kernel == "expand_segments" and tiling.stages > 1 and tiling.block_r >= call.max_rank:
@@ -255,8 +257,8 @@ def expand_rule(call: Call) -> ExpandTiling:
     """Sizes of the expand for any shape."""
     kind, n = kind_of(call), call.n
     if kind == "rows":
-        size, warps = EXPAND_ROWS
-        return ExpandTiling(1, size // call.data.itemsize, _rank_block(call.max_rank, 16, 1), 1, warps, "")
+        size, block_r, warps = next(row[1:] for row in EXPAND_ROWS if call.max_rank <= row[0])
+        return ExpandTiling(1, size // call.data.itemsize, _rank_block(call.max_rank, block_r, 1), 1, warps, "")
     dot = _expand_dot(call.y, call.data)
     if kind == "segments":
         width, rank = max(call.widths), call.max_rank

@@ -143,14 +143,12 @@ class Group:
                 return None
         if routing.open is not None:
             routing.open.fail()
-        h = op.begin(x, state.tensor, state.rows) if routing.overlap else None
+        overlap, slots, rows = routing.overlap, state.tensor, state.rows
+        h = op.begin(x, slots, rows) if overlap else None
         ys = tuple([base.forward(x) for base in self.bases])
         if not self.proven and not self._suits(ys, x):
             return None
-        if routing.overlap:
-            ys = op.end(ys, x, h, state.tensor, state.rows, state.memo)
-        else:
-            ys = op(ys, x, state.tensor, state.rows, state.memo)
+        ys = op.end(ys, x, h, slots, rows, state.memo) if overlap else op(ys, x, slots, rows, state.memo)
         waiting: list[torch.Tensor | None] = list(ys)
         waiting[place] = None
         routing.open = Stash(self, x, waiting, -1 if unseen else x._version, False)

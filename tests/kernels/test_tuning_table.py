@@ -109,7 +109,7 @@ FULL = [
     row("shrink_rows", {"chunk": 1024, "block_k": 256, "warps": 2}, max_rank=64),
     row("shrink_segments", {"chunk": 512, "block_k": 128, "stages": 4, "warps": 2}),
     row("shrink_tiles", {"chunk": 2048, "block_m": 32, "block_k": 64, "stages": 3, "warps": 8}, n=2048),
-    row("expand_rows", {"block_n": 1024}, max_rank=64),
+    row("expand_rows", {"block_n": 1024}),
     row("expand_segments", {"block_n": 64, "stages": 2, "warps": 2}),
     row("expand_tiles", {"block_n": 64, "steps": 1, "stages": 2, "warps": 8}, n=2048),
 ]
@@ -132,6 +132,7 @@ def test_nothing_that_orders_sums_depends_on_widths(named, tuned):
             call = Call(rows * per_row, rows, k, tuple(widths), rank, adapters, *dtypes, capacity)
             shrink, expand = shrink_tiling(call), expand_tiling(call)
             order = [expand.warps if shrink.kind == "rows" else 0]
+            order += [expand.block_n if shrink.kind == "rows" and rank > 16 else 0]
             order += [getattr(shrink, name) for name in ORDER["shrink"]]
             found.append(order + [getattr(expand, name) for name in ORDER["expand"]])
             if (shrink, expand) != (shrink_rule(call), expand_rule(call)):
@@ -225,6 +226,7 @@ BAD = [
     ([row("expand_segments", {"block_n": 8})], "from 16"),
     ([row("expand_rows", {"warps": 1})], "takes no 'warps'"),
     ([row("expand_rows", {"block_n": 128})], "from 256"),
+    ([row("expand_rows", {"block_n": 512}, max_rank=17)], "no block_n above max_rank 16"),
     ([row("expand_rows", {"block_n": 64}, dtype="float32")], "from 128"),
     ([row(tiling={"block_r": 16})], "takes no 'block_r'"),
     ([row("shrink_tiles", {"block_m": 48})], "a power of two"),
