@@ -328,7 +328,7 @@ def expand_tiles(
     DELTA: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """BLOCK_M tokens of one row, STEPS blocks of BLOCK_N columns of one slice. Grid [rows * blocks * spans, 1, slices].
+    """BLOCK_M tokens of one row, STEPS blocks of BLOCK_N columns of a slice. Grid [rows * blocks * spans, 1, slices].
 
     Programs that follow each other walk along the columns: those that run together stay within few rows of y.
     """
