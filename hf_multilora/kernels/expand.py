@@ -41,11 +41,13 @@ from .lookup import (
     wait_for_input,
 )
 from .segments import TILE
+from .table import LOW_RANK
 from .tuning import ExpandTiling, ShrinkTiling
 
 _DYNAMIC = ["site", "n", "blocks", "tiles", "capacity", "meta_stride"]
 _UNALIGNED = ["row_slots_ptr", "row_starts_ptr", "meta_ptr", "h_ptr"]
 _TILE = tl.constexpr(TILE)
+_LOW_RANK = tl.constexpr(LOW_RANK)
 
 
 @triton.jit
@@ -58,6 +60,12 @@ def _entry(first, i):
     # Offsets are never negative; asking makes the loads leave together instead of one after the other.
     nothing = ((rank | gain_off | shift_off) == 0) | (b_off < 0)
     return b_off, rank, gain_off, shift_off, nothing
+
+
+@triton.jit
+def _rows_of(b_ptr, r, c, rank, width):
+    """Bt[r, c], 0 beyond rank and width."""
+    return tl.load(b_ptr + r[:, None] * width + c[None, :], mask=(r[:, None] < rank) & (c[None, :] < width), other=0.0)
 
 
 @triton.jit
@@ -147,7 +155,7 @@ def expand_rows(
     s = tl.arange(0, SPLIT_PAD)
     r = tl.arange(0, BLOCK_R)
     # The first factors are on their way while shrink still runs.
-    b = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=(r[:, None] < rank) & (c[None, :] < width), other=0.0)
+    b = _rows_of(b_ptr, r, c, rank, width)
     wait_for_input(PDL)
     acc = minus_zeros([BLOCK_N])
     if not DELTA:
@@ -157,8 +165,7 @@ def expand_rows(
     for r0 in range(0, rank, BLOCK_R):
         r = r0 + tl.arange(0, BLOCK_R)
         if r0 > 0:
-            mask = (r[:, None] < rank) & (c[None, :] < width)
-            b = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=mask, other=0.0)
+            b = _rows_of(b_ptr, r, c, rank, width)
         h = tl.load(h_planes + r[None, :], mask=(s[:, None] < SPLIT) & (r[None, :] < rank), other=0.0)
         delta += tl.sum(tl.sum(h, axis=0)[:, None] * b.to(tl.float32), axis=0)
     tl.store(y_row + c, (acc + delta).to(y_ptr.dtype.element_ty), mask=c < width)
@@ -270,9 +277,7 @@ def expand_segments(
     acc = tl.zeros([_TILE, BLOCK_N], dtype=tl.float32)
     for r0 in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
         r = r0 + tl.arange(0, BLOCK_R)
-        b = tl.load(
-            b_ptr + r[:, None] * width + c[None, :], mask=(r[:, None] < rank) & (c[None, :] < width), other=0.0
-        )
+        b = _rows_of(b_ptr, r, c, rank, width)
         h = tl.load(h_tile + r[None, :], mask=live[:, None] & (r[None, :] < rank), other=0.0)
         acc = _dot(h, b, acc, DOT)
     if DELTA:
@@ -374,6 +379,10 @@ def expand_tiles(
     plane = tl.cast(n, tl.int64) * N_SLICES * MAX_RANK
     h_rows = h_ptr + (t * N_SLICES + src) * MAX_RANK + m[:, None] * (N_SLICES * MAX_RANK)
     h_first = _summed(h_rows, tl.arange(0, BLOCK_R), rank, m_mask, plane, SPLIT)
+    r = tl.arange(0, BLOCK_R)
+    LOW: tl.constexpr = MAX_RANK <= _LOW_RANK
+    if LOW:  # few enough to ask for these one step before, too
+        b_ahead = _rows_of(b_ptr, r, c_first + n_range, rank, width)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         c = c_first + step * BLOCK_N + n_range
         y = ahead
@@ -381,17 +390,17 @@ def expand_tiles(
         wanted = m_mask & (following[None, :] < width) & (step + 1 < STEPS)
         ahead = tl.load(y_rows + following[None, :], mask=wanted)
         gain, shift = gain_and_shift(floats_ptr, slot, slot_elems, gain_off, shift_off, c, width, ALIGN, False)
-        r = tl.arange(0, BLOCK_R)
-        b = tl.load(
-            b_ptr + r[:, None] * width + c[None, :], mask=(r[:, None] < rank) & (c[None, :] < width), other=0.0
-        )
+        if LOW:
+            b = b_ahead
+            b_ahead = _rows_of(b_ptr, r, following, tl.where(step + 1 < STEPS, rank, 0), width)
+        else:
+            b = _rows_of(b_ptr, r, c, rank, width)
         acc = _dot(h_first, b, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32), DOT)
         if MAX_RANK > BLOCK_R:
             for r0 in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=1):
-                r = r0 + tl.arange(0, BLOCK_R)
-                mask = (r[:, None] < rank) & (c[None, :] < width)
-                more = tl.load(b_ptr + r[:, None] * width + c[None, :], mask=mask, other=0.0)
-                acc = _dot(_summed(h_rows, r, rank, m_mask, plane, SPLIT), more, acc, DOT)
+                more = r0 + r
+                h = _summed(h_rows, more, rank, m_mask, plane, SPLIT)
+                acc = _dot(h, _rows_of(b_ptr, more, c, rank, width), acc, DOT)
         out = gain[None, :] * y.to(tl.float32) + shift[None, :] + acc
         tl.store(y_rows + c[None, :], out.to(y_ptr.dtype.element_ty), mask=m_mask & (c[None, :] < width))
 

@@ -51,8 +51,8 @@ EXPAND_SEGMENTS_RANK = 32
 SHRINK_TILES = {"native": (64, 128, 64, 4, 4), "tf32": (32, 64, 64, 3, 4), "ieee": (32, 32, 32, 2, 4)}
 # Prefill expand: (largest tile of tokens, columns, largest rank at once, steps, warps).
 EXPAND_TILES = {"split": (64, 128, 64, 8, 4), "tf32": (32, 128, 16, 4, 4), "ieee": (32, 64, 16, 4, 4)}
-# The same for "split" and ranks up to LOW_RANK.
-EXPAND_TILES_LOW = (32, 128, 16, 1, 4)
+# The same for "split" and ranks up to LOW_RANK, by tokens in the call (up to).
+EXPAND_TILES_LOW = ((4095, 32, 128, 16, 4, 4), (1 << 62, 32, 128, 16, 8, 4))
 
 # What a search tries, the last field changing first; `search_space` leaves out what cannot run, or would spill.
 SPACE: dict[str, dict[str, tuple[int, ...]]] = {
@@ -264,8 +264,9 @@ def expand_rule(call: Call) -> ExpandTiling:
         width, rank = max(call.widths), call.max_rank
         block_n, stages, warps = next(x[2:] for x in EXPAND_SEGMENTS if rank <= x[0] and width <= x[1])
         return ExpandTiling(1, block_n, _rank_block(rank, EXPAND_SEGMENTS_RANK, 16), stages, warps, dot)
-    low = dot == "split" and call.max_rank <= LOW_RANK
-    block_m, block_n, block_r, steps, warps = EXPAND_TILES_LOW if low else EXPAND_TILES[dot]
+    block_m, block_n, block_r, steps, warps = EXPAND_TILES[dot]
+    if dot == "split" and call.max_rank <= LOW_RANK:
+        block_m, block_n, block_r, steps, warps = next(row[1:] for row in EXPAND_TILES_LOW if n <= row[0])
     block_m = min(block_m, _power_of_2(n // call.rows))
     return ExpandTiling(block_m, block_n, _rank_block(call.max_rank, block_r, 16), 1, warps, dot, steps)
 
