@@ -16,6 +16,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
@@ -25,7 +26,10 @@ from torch import nn
 
 from ..layers import LoraLayer
 from ..routing import Routing
+from .cache import find_cache
+from .kept_caches import MAX_COMPILED, KeptCaches
 from .obstacles import PLAIN, obstacle_for_all, obstacle_of
+from .static_cache import NotCapturable
 
 # Whether a generate() of an enabled model is running. Others who ask a model for its compiled call may keep it for
 # longer than a generate(), over changes that nobody would see.
@@ -36,9 +40,15 @@ _numbers = itertools.count()
 
 
 class CompiledSteps:
-    """Compiled steps of one model, the latest last: what each was compiled with and what it takes for granted."""
+    """Compiled steps of one model, the latest last: what each was compiled with and what it takes for granted.
+
+    Attributes:
+        caches: tensors of static caches. A CUDA graph is recorded anew for tensors at other addresses, and those of a
+            new cache may lie anywhere.
+    """
 
     def __init__(self) -> None:
+        self.caches = KeptCaches(MAX_COMPILED)
         self._kept: list[tuple[Any, Hashable, Callable[..., Any]]] = []
 
     def begin(self, model: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,6 +80,7 @@ class CompiledSteps:
     def clear(self) -> None:
         """Let go of everything, and of the memory that graphs hold."""
         self._kept.clear()
+        self.caches.clear()
 
 
 class _Step:
@@ -84,6 +95,10 @@ class _Step:
         if self._run is None:
             steps, model, plain, settings = self._find
             found = steps.find(model, plain, settings)
+            cache = find_cache(kwargs)
+            if cache is not None:
+                with suppress(NotCapturable):
+                    steps.caches.view(cache)
             self._run = found if found is plain else functools.partial(found, model)
         return self._run(*args, **kwargs)
 

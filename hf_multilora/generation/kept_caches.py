@@ -12,7 +12,8 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from .static_cache import CacheView, NotCapturable, dicts_of
 
-MAX_KEPT = 8  # sets of tensors that no cache uses
+MAX_KEPT = 8  # sets of tensors that no cache uses, where steps are captured
+MAX_COMPILED = 1  # the same where they are compiled: a graph that finds others is recorded once more
 
 
 class Kept:
@@ -122,9 +123,14 @@ def available_bytes(device: torch.device, enough: int) -> int:
 
 
 class KeptCaches:
-    """Tensors of caches that have been decoded with graphs, to be used by one cache after another."""
+    """Tensors of caches that have been decoded with graphs, to be used by one cache after another.
 
-    def __init__(self) -> None:
+    Args:
+        most: sets of tensors that are kept while no cache uses them.
+    """
+
+    def __init__(self, most: int = MAX_KEPT) -> None:
+        self._most = most
         self._kept: list[Kept] = []  # the one that was used last is the last
         self._shapes: weakref.WeakKeyDictionary[Any, tuple[Hashable, int, int]] = weakref.WeakKeyDictionary()
         self._views: weakref.WeakKeyDictionary[Any, CacheView] = weakref.WeakKeyDictionary()
@@ -197,10 +203,10 @@ class KeptCaches:
         self._longest = max((length for _, _, length in self._shapes.values()), default=0)
 
     def sweep(self) -> list[Kept]:
-        """Forget what no cache will use again, and the oldest beyond MAX_KEPT; returns it."""
+        """Forget what no cache will use again, and the oldest beyond what may be kept; returns it."""
         unused = [kept for kept in self._kept if kept.unused()]
         gone = [kept for kept in unused if kept.shape is None or kept.length < self._longest]
         left = [kept for kept in unused if kept not in gone]
-        gone += left[: max(0, len(left) - MAX_KEPT)]
+        gone += left[: max(0, len(left) - self._most)]
         self._kept = [kept for kept in self._kept if kept not in gone]
         return gone

@@ -20,6 +20,7 @@ from .calls import Calls
 from .compiled import generating
 from .ids import one_of, to_keys
 from .logits import AdapterVocabularyLogitsProcessor
+from .obstacles import environment
 from .waves import Following, plan_waves, refuse_waves, run_waves
 from .words import AdapterWords
 
@@ -87,9 +88,12 @@ class MultiLoraMixin(AdapterWords):
     def _prepare_static_cache(self, cache_implementation: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         cache = super()._prepare_static_cache(cache_implementation, batch_size, *args, **kwargs)  # type: ignore[misc]
         calls = self.multilora.calls
-        if calls.graphs is not None:
-            with calls.lock:
-                calls.graphs.prepare(self, cache, batch_size, int(self._previous_max_cache_length))  # type: ignore[attr-defined]
+        length = int(self._previous_max_cache_length)  # type: ignore[attr-defined]
+        with calls.lock:
+            if calls.graphs is not None:
+                calls.graphs.prepare(self, cache, batch_size, length)
+            else:
+                calls.steps.caches.prepare(cache, batch_size, length, environment(self))
         return cache
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> Any:

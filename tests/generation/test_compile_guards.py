@@ -367,3 +367,45 @@ def test_a_copy_has_graphs_of_its_own_and_old_ones_go(tmp_path: Any) -> None:
     disable_multilora(model)
     gc.collect()
     assert compiled() is None
+
+
+def keys_of(cache: Any) -> list[int]:
+    return [layer.keys.data_ptr() for layer in cache.layers]
+
+
+def test_a_cache_is_given_the_tensors_of_the_one_before() -> None:
+    """A CUDA graph is recorded anew where they lie elsewhere. What somebody holds is nobody else's."""
+    model, (_, config) = enabled("llama", ["r8", "r3"]), counting()
+    asked = {**prompts(3), **SETTINGS, "compile_config": config, "return_dict_in_generate": True}
+    want = logits(model, disable_compile=True)
+    held = model.generate(**asked, adapter_ids=IDS).past_key_values
+    first, before = keys_of(held), [layer.keys.clone() for layer in held.layers]
+    other = model.generate(**asked, adapter_ids=["r3", None, None]).past_key_values
+    assert not set(keys_of(other)) & set(first)
+    assert all(torch.equal(layer.keys, keys) for layer, keys in zip(held.layers, before, strict=True))
+    second = keys_of(other)
+    del other
+    for ids in (IDS, None, IDS):
+        gc.collect()  # what is compiled is held in cycles for a while
+        found = model.generate(**asked, adapter_ids=ids, output_logits=True)
+        assert keys_of(found.past_key_values) == second, "those that nobody held"
+        got = torch.stack(found.logits)
+        del found
+    assert relative_error(got, want) <= 1e-4
+    disable_multilora(model)
+    assert keys_of(held) == first
+
+
+def test_one_set_of_tensors_is_kept() -> None:
+    model, (_, config) = enabled("llama", ["r8", "r3"]), counting()
+    caches = model.multilora.calls.steps.caches
+    for rows in (3, 2, 3):
+        asked = {name: tensor[:rows] for name, tensor in prompts(3).items()}
+        model.generate(**asked, **SETTINGS, adapter_ids="r8", compile_config=config)
+        gc.collect()
+        caches.sweep()
+        assert len(caches._kept) == 1
+    model.generate(**prompts(3), **SETTINGS, adapter_ids="r8", disable_compile=True)
+    assert len(caches._kept) == 1
+    model.multilora.calls.steps.clear()
+    assert not caches._kept
