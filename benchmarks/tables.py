@@ -146,7 +146,7 @@ def decode(runs: list[Run]) -> list[str]:
         "",
         f"Medians; single repetitions differ from them by: {', '.join(column.spread() for column in shown)}.",
     ]
-    lines += [sentence for column in shown if (sentence := captured(column, runs))]
+    lines += [sentence for column in shown if (sentence := busy(column) or captured(column, runs))]
     more = other_hosts(runs, shown[0].run)
     return ["\n".join([*lines, more] if more else lines)]
 
@@ -160,6 +160,18 @@ def compared(shown: list[Column]) -> str:
         if over is not None and column.title in ("compiled", "captured"):
             texts.append(f"{column.title}: {over}")
     return f" ({', '.join(texts)})" if texts else ""
+
+
+def busy(column: Column) -> str:
+    """Beside compiled steps' wall times, how long the GPU was busy: the host's part is another one for each side."""
+    names = [column.names[mix] for mix in ("bare model", "32 adapters")]
+    times = [row["value"] for name in names if (row := column.run.figures.get(f"{name}, GPU busy"))]
+    if column.title != "compiled" or len(times) < 2:
+        return ""
+    return (
+        f"In a compiled step the GPU is busy for {times[0]:.1f} ms with the bare model, for {times[1]:.1f} ms with 32 "
+        f"adapters ({times[1] / times[0]:.2f} x); ours has fewer guards for the host to evaluate."
+    )
 
 
 def captured(column: Column, runs: list[Run]) -> str:

@@ -1,7 +1,7 @@
 """The custom ops that compiled forwards call, and what decides about the kernels.
 
 They name a `LinearOp` or `EmbeddingOp` by its key, and find slots, sizes and counters there: as arguments these would
-be inputs of the graph, with guards of their own at every layer, which cost more time in each step than the kernels do.
+be inputs of the graph, with guards of their own at every layer, evaluated in each step.
 Keys are never used twice, so that a graph cannot meet the slots of another model.
 
 Buffers are allocated in the ops: safe in a graph, and no state that Inductor cannot see. `lora_delta` and `lora_join_`
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import ModelError
 from . import reference
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -88,7 +89,7 @@ def register(op: Any) -> int:
 def _named(key: int) -> Any:
     op = _ops.get(key)
     if op is None:
-        raise RuntimeError("a compiled graph of a model that is no longer enabled")
+        raise ModelError("This compiled graph is of a model that is not enabled any more: compile the model again.")
     return op
 
 
@@ -98,8 +99,9 @@ def _side_stream(device: torch.device, counters: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-# Where the kernels of a group branch off, from `begin` until `join`.
-_forks: dict[torch.cuda.Stream, torch.cuda.Event] = {}
+# Where kernels that are launched by `join` branch off, None where `begin` has launched them; of the last `begin` of a
+# capture, which may have ended before its `join`.
+_forks: dict[torch.cuda.Stream, torch.cuda.Event | None] = {}
 
 
 def begin(x: Tensor, op: Any, row_slots: Tensor, rows: int) -> Tensor:
@@ -115,12 +117,11 @@ def begin(x: Tensor, op: Any, row_slots: Tensor, rows: int) -> Tensor:
         _launch(d, x, op, row_slots, rows)
         return d
     side = _side_stream(x.device, op.counters.data_ptr())
-    if len(op.outputs) > 1:
-        _forks[side] = torch.cuda.current_stream(x.device).record_event()
-        return d
-    side.wait_stream(torch.cuda.current_stream(x.device))
-    with torch.cuda.stream(side):
-        _launch(d, x, op, row_slots, rows)
+    _forks[side] = torch.cuda.current_stream(x.device).record_event() if len(op.outputs) > 1 else None
+    if _forks[side] is None:
+        side.wait_stream(torch.cuda.current_stream(x.device))
+        with torch.cuda.stream(side):
+            _launch(d, x, op, row_slots, rows)
     return d
 
 
@@ -129,7 +130,7 @@ def join(d: Tensor, x: Tensor, op: Any, row_slots: Tensor, rows: int) -> None:
     if not torch.cuda.is_current_stream_capturing():
         return
     side = _side_stream(x.device, op.counters.data_ptr())
-    fork = _forks.pop(side, None)
+    fork = _forks.pop(side)
     if fork is not None:
         side.wait_event(fork)
         with torch.cuda.stream(side):

@@ -1,8 +1,8 @@
 """Launches through CUDA's driver, with everything prepared that is the same at each call of one shape.
 
-Triton's own launcher parses some thirty arguments at every call, which costs the host about 10 us. Here one buffer
-holds what `cuLaunchKernelEx` reads: the launch's configuration, and a cell for each parameter of the kernel. A launch
-writes the stream and the first few cells, and calls the driver.
+Triton's own launcher parses some thirty arguments at every call. Here one buffer holds what `cuLaunchKernelEx` reads:
+the launch's configuration, and a cell for each parameter of the kernel. A launch writes the stream and the first few
+cells, and calls the driver.
 
 Which parameters a kernel has, and that two pointers to scratch memory follow them, is Triton's convention. The driver
 knows their number and sizes: where these are not as expected, nothing is prepared.

@@ -20,8 +20,8 @@ _COLUMNS = 1024
 
 
 @triton.jit(
-    do_not_specialize=["site", "n", "meta_stride"],
-    do_not_specialize_on_alignment=["row_slots_ptr", "row_starts_ptr", "meta_ptr", "h_ptr"],
+    do_not_specialize=["site", "meta_stride"],
+    do_not_specialize_on_alignment=["row_slots_ptr", "meta_ptr", "d_ptr"],
 )
 def finish_rows(
     y0_ptr,
@@ -29,15 +29,12 @@ def finish_rows(
     y2_ptr,
     y3_ptr,
     row_slots_ptr,
-    row_starts_ptr,
-    h_ptr,
+    d_ptr,
     site,
-    data_ptr,
     meta_ptr,
     floats_ptr,
     slot_elems,
     meta_stride,
-    n,
     per_row,
     d_stride,
     s0,
@@ -53,7 +50,7 @@ def finish_rows(
     BLOCK_N: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """One token, BLOCK_N columns of one slice; h: the deltas. Grid [n, blocks of the widest slice, slices]."""
+    """One token, BLOCK_N columns of one slice. Grid [n, blocks of the widest slice, slices]."""
     t = tl.program_id(0)
     i = tl.program_id(2)
     width = pick(i, w0, w1, w2, w3, N_SLICES)
@@ -65,7 +62,7 @@ def finish_rows(
         return
     c = c0 + tl.arange(0, BLOCK_N)
     start = pick(i, 0, w0, w0 + w1, w0 + w1 + w2, N_SLICES)
-    d = tl.load(h_ptr + t.to(tl.int64) * d_stride + start + c, mask=c < width, other=0.0)
+    d = tl.load(d_ptr + t.to(tl.int64) * d_stride + start + c, mask=c < width, other=0.0)
     y_ptr = pick_pointer(i, y0_ptr, y1_ptr, y2_ptr, y3_ptr, N_SLICES, ALIGNED)
     y_row = y_ptr + t.to(tl.int64) * pick(i, s0, s1, s2, s3, N_SLICES)
     y = tl.load(y_row + c, mask=c < width, other=0.0)
@@ -91,10 +88,10 @@ def prepare(
     floats: Tensor,
     slot_elems: int,
 ) -> tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
-    """The launch of one finish; ys as for `prepare`, delta: fp32 `[n, sum of the widths]`, contiguous."""
+    """The launch of one finish; ys as for `expand.prepare`, delta: fp32 `[n, sum of the widths]`, contiguous."""
     n = delta.shape[0]
     targets, strides, widths, aligned = columns_of(ys)
-    args = (*targets, row_slots, row_slots, delta, site, data, meta, floats, slot_elems, meta.stride(0), n, n // rows)
+    args = (*targets, row_slots, delta, site, meta, floats, slot_elems, meta.stride(0), n // rows)
     args += (delta.stride(0), *strides, *widths, len(ys), 64 // data.dtype.itemsize, _COLUMNS, aligned)
     grid = (n, -(-max(widths) // _COLUMNS), len(ys))
     return finish_rows, grid, args, {"num_warps": 4}

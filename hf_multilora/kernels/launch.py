@@ -30,7 +30,7 @@ _MAX_RECIPES = 1024
 # Arguments that change from call to call or from layer to layer; in each kernel they come first. Shrink: addresses of
 # x, row_slots, row_starts and planes, and the site; expand the same with those of four slices in place of x. Kernels
 # made without starts read none; any address will do.
-_VARYING = {"first": 5, "second": 8}
+_VARYING = (5, 8)
 
 
 class Arena(NamedTuple):
@@ -187,16 +187,17 @@ def _run(
     first: tuple[Any, ...], second: tuple[Any, ...], key: tuple[Any, ...] | None, recipes: dict[Any, Recipe]
 ) -> Recipe | None:
     launches: list[Launch | None] = []
-    for which, (kernel, grid, args, options) in (("first", first), ("second", second)):
+    for (kernel, grid, args, options), varying in zip((first, second), _VARYING, strict=True):
         compiled = kernel[grid](*args, **options)
-        launches.append(driver.prepare(compiled, grid, args, _VARYING[which]) if key is not None else None)
-    if key is None:
+        if key is not None and compiled is not None:  # the interpreter compiles nothing
+            launches.append(driver.prepare(compiled, grid, args, varying))
+    if not launches:
         return None
     one, two = launches
     if one is None or two is None:
         logger.warning_once(
-            "Triton's kernels do not take their parameters as prepared launches were written for: each LoRA layer "
-            "costs about 0.1 ms more host time in eager mode. Triton 3.6 and 3.7 are known to work."
+            "Launches cannot be prepared, and cost more host time at each LoRA layer in eager mode: that needs CUDA's "
+            "driver 12.4 or later, and kernels that take their parameters as those of Triton 3.6 and 3.7 do."
         )
         return None
     if len(recipes) >= _MAX_RECIPES:

@@ -246,7 +246,7 @@ def test_a_long_chain_of_dependent_launches(rows: int) -> None:
     bed = Bed([[16], [64], [5]], 512, [512], torch.bfloat16, device="cuda")
     ops, (_, x) = [make_op(bed) for _ in range(24)], bed.inputs(rows, torch.bfloat16, device="cuda")
     for op in ops[1:]:
-        op.workspace, op.counters, op._arena = ops[0].workspace, ops[0].counters, ops[0]._arena
+        op.workspace, op.counters, op.arena = ops[0].workspace, ops[0].counters, ops[0].arena
     row_slots = on_table([row % 4 - 1 for row in range(rows)], bed)
 
     def chain() -> torch.Tensor:
