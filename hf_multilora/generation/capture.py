@@ -128,6 +128,7 @@ class CudaRecorder:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._recorded: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs of the pool that are alive
 
     def warm(self, fn: Callable[[], Any]) -> Any:
         """Run `fn` as it will be recorded: what it loads, compiles and reserves at first is there afterwards."""
@@ -147,7 +148,7 @@ class CudaRecorder:
             tuple: what runs it, on the current stream, and the outputs that each run writes.
         """
         with torch.cuda.device(self._device):
-            if self._pool is None:
+            if self._pool is None or not self._recorded:  # with its last graph a pool ends, for good
                 self._pool = torch.cuda.graph_pool_handle()
             current, stream = torch.cuda.current_stream(), self._side()
             stream.wait_stream(current)
@@ -166,6 +167,7 @@ class CudaRecorder:
                     raise
             _clear_scratch()
             current.wait_stream(stream)
+        self._recorded.add(graph)
         return graph.replay, output
 
     def synchronize(self) -> None:
@@ -180,6 +182,7 @@ class CudaRecorder:
         """End a capture that has failed. What torch leaves open then would outlast it: allocations that go to the
         pool, a random generator that believes it is captured."""
         pool, self._pool = self._pool, None  # it may hold half of a graph
+        self._recorded.clear()
         with suppress(Exception):
             graph.capture_end()
         with suppress(Exception):

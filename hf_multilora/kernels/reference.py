@@ -5,12 +5,13 @@
 for tokens t with slot(t) >= 0, from their row's start on, where the slot has any of the three at this site. An absent
 gain or shift changes no bit of the row (y * 1 and y + -0.0 are y).
 
-The factors of all rows are gathered into one batch of `rows` matrices, padded with zero rows to a common rank, and two
-batched products do the rest. The batch always holds every row, inactive ones too, and the padded rank is a multiple of
-16: then a row's result does not depend on its neighbours, to the last bit, on the CPU kernels tested. (One product per
-adapter would change a row's bits with the number of rows that share it.)
+The factors of all rows are gathered into one batch of `rows` matrices, padded with zero rows to a common rank, and
+batched products do the rest, over RANK_STEP of the ranks at a time. The batch always holds every row, inactive ones
+too: so whatever the neighbours' ranks are, a row goes through products of one shape, and what its missing ranks add is
+0. Hence its result does not depend on its neighbours, to the last bit. (One product per adapter would change a row's
+bits with the number of rows that share it, one over all ranks with the largest of them: on CPUs with AVX-512 it does.)
 
-Nothing here loops over rows in Python, and nothing is written in place, so autograd can follow.
+Nothing here loops over rows in Python, and what autograd has seen is not written in place, so it can follow.
 """
 
 from __future__ import annotations
@@ -140,12 +141,37 @@ def _gather_vector(
     return torch.where((index >= 0)[:, None], found, absent).to(dtype)[:, None]
 
 
+def _shrunk(x: Tensor, a: Tensor) -> list[Tensor]:
+    """x·Aᵀ of x `[rows, T, K]` and a `[rows, rank, K]`, by steps of the rank, `[rows, T, RANK_STEP]` each."""
+    return [torch.bmm(x, part.transpose(1, 2)) for part in a.split(RANK_STEP, 1)]
+
+
+def _expanded(h: Sequence[Tensor], b: Tensor) -> Tensor:
+    """The sum of h·Bt over steps of the rank, b `[rows, rank, width]`; nowhere -0.0.
+
+    Steps beyond a row's rank add 0.0, which would turn a -0.0 around, and tell that a neighbour's rank is larger.
+    """
+    total: Tensor | None = None
+    for part, factor in zip(h, b.split(RANK_STEP, 1), strict=True):
+        product = torch.bmm(part, factor)
+        total = product.add_(0.0) if total is None else total.add_(product)
+    assert total is not None
+    return total
+
+
 def _apply(
-    y: Tensor, h: Tensor | None, f: _Factors, data: Tensor, floats: Tensor, rows: int, width: int, live: Tensor | None
+    y: Tensor,
+    h: Sequence[Tensor] | None,
+    f: _Factors,
+    data: Tensor,
+    floats: Tensor,
+    rows: int,
+    width: int,
+    live: Tensor | None,
 ) -> Tensor:
     """`gain * y + shift + h·Bt` on active rows' live tokens, y's own bits on the others.
 
-    y `[rows, T, width]`; h `[rows, T, rank]`, None where no row has a delta; live bool `[rows, T, 1]`, None = all.
+    y `[rows, T, width]`; h by steps of the rank, None where no row has a delta; live bool `[rows, T, 1]`, None = all.
     """
     dtype = compute_dtype(y)
     base = y
@@ -162,9 +188,10 @@ def _apply(
         if f.valid is not None:
             # A padded column of h is 0 · x, which is NaN where x is infinite; it must not reach the row through 0 of
             # Bt.
-            h = torch.where(f.valid, h, 0)
-        b = f.b if f.b is not None else _gather(data, f.b_index, rows, f.rank, width, h.dtype)
-        out = torch.bmm(h, b).add_(base).to(y.dtype)
+            steps = f.valid.split(RANK_STEP, -1)
+            h = [torch.where(valid, part, 0) for valid, part in zip(steps, h, strict=True)]
+        b = f.b if f.b is not None else _gather(data, f.b_index, rows, f.rank, width, dtype)
+        out = _expanded(h, b).add_(base).to(y.dtype)
     active = f.active
     if live is not None:
         active = live if active is None else live & active
@@ -236,7 +263,7 @@ def lora_linear(
             if f.rank:
                 xc = x3.to(dtype) if xc is None else xc
                 a = f.a if f.a is not None else _gather(data, f.a_index, rows, f.rank, k, dtype)
-                h = torch.bmm(xc, a.transpose(1, 2))
+                h = _shrunk(xc, a)
             piece = _apply(piece, h, f, data, floats, rows, width, live)
             touched = True
         pieces.append(piece)
@@ -284,6 +311,7 @@ def lora_embedding(
         index = start[..., None] + steps
         if f.valid is not None:
             index = torch.where(f.valid, index, zero_off)
-        h = data.index_select(0, index.view(-1)).to(dtype).view(rows, n // rows, f.rank)
+        whole = data.index_select(0, index.view(-1)).to(dtype).view(rows, n // rows, f.rank)
+        h = [part.contiguous() for part in whole.split(RANK_STEP, -1)]
     live = _live(row_starts, rows, n // rows)
     return _apply(y.view(rows, n // rows, width), h, f, data, floats, rows, width, live).view(n, width)

@@ -78,7 +78,7 @@ def test_unknown_path_and_hub_id(refused: Any, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(
     "ids",
-    [1, [1, 2, 3], [b"r8", None, None], [["r8"], None, None], torch.tensor([0, 1, 2]), [0.5, None, None], object()],
+    [1, [1, 2, 3], [b"r8", None, None], [["r8"], None, None], torch.tensor([0, 1, 2]), [0.5, None, None], ...],
     ids=str,
 )
 def test_wrong_type(refused: Any, ids: Any) -> None:
