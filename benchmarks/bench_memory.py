@@ -235,7 +235,7 @@ def not_ahead() -> Iterator[None]:
 
 def bench_ahead(results: Results, args: Any, model: Any, folders: list[Path], deadline: float) -> None:
     """Slots: 16 adapters, 4 a call, over 8 slots. Host memory: two waves of 8 adapters where 8 blocks are kept."""
-    tokens, group = 16, SLOTS // 2
+    tokens, group = 4, SLOTS // 2
     disable_multilora(model)
     enable_multilora(model, max_loras=SLOTS, max_lora_rank=args.rank, max_cpu_loras=2 * SLOTS)
     names = [f"f{i}" for i in range(2 * SLOTS)]

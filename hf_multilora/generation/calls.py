@@ -435,7 +435,7 @@ class Calls:
             if self._stream is not None:
                 state.follow(self._stream)
             if call.lease is not None:
-                call.lease.wait()
+                call.lease.wait(self._stream)
         runner, self._runner = self._runner, threading.get_ident()
         before = self.routing.tokens
         self._running.append(state)
@@ -456,9 +456,14 @@ class Calls:
 
     def order_streams(self) -> None:
         """Forwards on different streams share the kernels' workspace: the later one waits for the earlier."""
-        if self.store.arena.device.type != "cuda":
+        device = self.store.arena.device
+        if device.type != "cuda":
             return
-        stream = torch.cuda.current_stream(self.store.arena.device)
-        if self._stream is not None and stream != self._stream:
+        # A number, for a stream object takes microseconds to make, before each step.
+        raw = torch._C._cuda_getCurrentRawStream(torch.cuda.current_device() if device.index is None else device.index)
+        if self._stream is not None and raw == self._stream.cuda_stream:
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._stream is not None:
             stream.wait_stream(self._stream)
         self._stream = stream

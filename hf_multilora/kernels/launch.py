@@ -1,8 +1,13 @@
 """Launches: the ordinary ones, and prepared ones that cost a few microseconds of host time.
 
-Triton's `kernel[grid](...)` binds, specialises and looks up at every call, some 50 us. A `Recipe` keeps two launches
-(`driver`) with everything bound that does not change: it is right only for pointers that are aligned as those it was
-made with (16 bytes), and for the same shapes, dtypes and device; those it is looked up by.
+Triton's `kernel[grid](...)` binds, specialises and looks up at every call, some 50 us. A *recipe* is both launches of
+a call (`driver`) with everything bound that does not change: it is right only for pointers that are aligned as those
+it was made with (16 bytes), and for the same shapes, dtypes and device; those it is looked up by.
+
+    recipe(stream, x, row_slots, row_starts, planes, site, y0, y1, y2, y3)
+
+with the addresses of tensors; four slices of y, any address for those that there are not, and for row_starts where the
+kernels were made without.
 """
 
 from __future__ import annotations
@@ -27,10 +32,10 @@ logger = logging.get_logger(__name__)
 # Shapes whose launches are kept by one workspace: prompts come in ever new lengths.
 _MAX_RECIPES = 1024
 
-# Arguments that change from call to call or from layer to layer; in each kernel they come first. Shrink: addresses of
-# x, row_slots, row_starts and planes, and the site; expand the same with those of four slices in place of x. Kernels
-# made without starts read none; any address will do.
-_VARYING = (5, 8)
+# Which of a recipe's values the leading arguments of each kernel are: x (or ids), row_slots, row_starts, planes and
+# the site; the ys in place of x.
+_FIRST = (0, 1, 2, 3, 4)
+_SECOND = (5, 6, 7, 8, 1, 2, 3, 4)
 
 
 class Arena(NamedTuple):
@@ -50,17 +55,6 @@ class Rows(NamedTuple):
     slots: Tensor
     starts: Tensor | None
     rows: int
-
-
-class Recipe(NamedTuple):
-    """Two prepared launches, shrink (or gather) and expand, for one shape of call.
-
-    `first(stream, x, row_slots, row_starts, planes, site)`,
-    `second(stream, y0, y1, y2, y3, row_slots, row_starts, planes, site)`.
-    """
-
-    first: Launch
-    second: Launch
 
 
 @functools.cache
@@ -87,8 +81,8 @@ def plane_elems(call: Call) -> int:
 
 
 def linear(
-    ys: Sequence[Tensor], x: Tensor, arena: Arena, rows: Rows, planes: Tensor, site: int, recipes: dict[Any, Recipe]
-) -> Recipe | None:
+    ys: Sequence[Tensor], x: Tensor, arena: Arena, rows: Rows, planes: Tensor, site: int, recipes: dict[Any, Launch]
+) -> Launch | None:
     """Shrink and expand: each slice's `y [n, width]` in place, `x [n, K]`, all with unit stride along columns.
 
     Returns the recipe for calls of the same shape, which it looks up in `recipes` and keeps there; None where there
@@ -142,8 +136,8 @@ def _prepared(
 
 
 def embed(
-    y: Tensor, ids: Tensor, arena: Arena, rows: Rows, planes: Tensor, site: int, recipes: dict[Any, Recipe]
-) -> Recipe | None:
+    y: Tensor, ids: Tensor, arena: Arena, rows: Rows, planes: Tensor, site: int, recipes: dict[Any, Launch]
+) -> Launch | None:
     """Gather and expand, `y [n, width]` in place, `ids [n]` contiguous; returns what `linear` does."""
     key = _key([y], ids, arena, rows)
     recipe = recipes.get(key) if key else None
@@ -174,27 +168,26 @@ def _key(ys: Sequence[Tensor], x: Tensor, arena: Arena, rows: Rows) -> tuple[Any
     return (*shapes, *where, data.dtype, data.device, *meta.shape, *arena[4:])
 
 
-def _run_recipe(recipe: Recipe, ys: Sequence[Tensor], x: Tensor, rows: Rows, planes: Tensor, site: int) -> None:
+def _run_recipe(recipe: Launch, ys: Sequence[Tensor], x: Tensor, rows: Rows, planes: Tensor, site: int) -> None:
     stream = torch.cuda.current_stream(x.device).cuda_stream
     slots, h = rows.slots.data_ptr(), planes.data_ptr()
     starts = slots if rows.starts is None else rows.starts.data_ptr()
     pointers = [y.data_ptr() for y in ys] + [ys[0].data_ptr()] * (4 - len(ys))
-    recipe.first(stream, x.data_ptr(), slots, starts, h, site)
-    recipe.second(stream, *pointers, slots, starts, h, site)
+    recipe(stream, x.data_ptr(), slots, starts, h, site, *pointers)
 
 
 def _run(
-    first: tuple[Any, ...], second: tuple[Any, ...], key: tuple[Any, ...] | None, recipes: dict[Any, Recipe]
-) -> Recipe | None:
-    launches: list[Launch | None] = []
-    for (kernel, grid, args, options), varying in zip((first, second), _VARYING, strict=True):
+    first: tuple[Any, ...], second: tuple[Any, ...], key: tuple[Any, ...] | None, recipes: dict[Any, Launch]
+) -> Launch | None:
+    kernels = []
+    for (kernel, grid, args, options), varying in ((first, _FIRST), (second, _SECOND)):
         compiled = kernel[grid](*args, **options)
         if key is not None and compiled is not None:  # the interpreter compiles nothing
-            launches.append(driver.prepare(compiled, grid, args, varying))
-    if not launches:
+            kernels.append(driver.Kernel(compiled, grid, args, varying))
+    if not kernels:
         return None
-    one, two = launches
-    if one is None or two is None:
+    recipe = driver.prepare(kernels)
+    if recipe is None:
         logger.warning_once(
             "Launches cannot be prepared, and cost more host time at each LoRA layer in eager mode: that needs CUDA's "
             "driver 12.4 or later, and kernels that take their parameters as those of Triton 3.6 and 3.7 do."
@@ -202,5 +195,5 @@ def _run(
         return None
     if len(recipes) >= _MAX_RECIPES:
         recipes.clear()
-    recipe = recipes[key] = Recipe(one, two)
+    recipes[key] = recipe
     return recipe

@@ -101,6 +101,27 @@ class _Op:
             self.arena = launch.Arena(data, meta, floats, self.counters, slot_elems, max_rank)
 
 
+class _Bound:
+    """The recipe of an op's last call, and what that call must have in common with the next for it to be right."""
+
+    __slots__ = ("addresses", "recipe", "rows", "shape", "slots", "starts", "x", "y")
+
+    def __init__(
+        self,
+        recipe: Any,
+        slots: Tensor,
+        rows: int,
+        starts: Tensor | None,
+        shape: torch.Size,
+        x: torch.dtype,
+        y: torch.dtype,
+    ) -> None:
+        self.recipe, self.slots, self.rows, self.starts = recipe, slots, rows, starts
+        self.shape, self.x, self.y = shape, x, y
+        address = slots.data_ptr()
+        self.addresses = address, address if starts is None else starts.data_ptr()
+
+
 class LinearOp(_Op):
     """The LoRA branch of a group of linear layers that read the same x; most groups are one layer.
 
@@ -138,6 +159,7 @@ class LinearOp(_Op):
         self.layers = tuple(parts_of(site, self.widths, self.outputs))
         # (output, first column) of each slice, where not every slice is a whole output
         self._columns: tuple[tuple[int, int], ...] | None = None
+        self._bound: _Bound | None = None
         if self.widths != self.outputs:
             self._columns = tuple(
                 (number, sum(columns[:place]))
@@ -167,9 +189,21 @@ class LinearOp(_Op):
         """
         # Runs at every layer of every eager step: as little Python as there can be.
         if self._triton and not _is_compiling():
-            dtype = ys[0].dtype
-            recipe = self._recipes.get((x.shape, rows, x.dtype, dtype, row_starts is None, row_slots.shape))
-            if recipe is not None and self._run(recipe, ys, x, dtype, row_slots, row_starts):
+            bound = self._bound
+            shape, dtype = x.shape, ys[0].dtype
+            if (
+                bound is None
+                or bound.slots is not row_slots
+                or bound.rows != rows
+                or bound.shape != shape
+                or bound.starts is not row_starts
+                or bound.x is not x.dtype
+                or bound.y is not dtype
+            ):
+                recipe = self._recipes.get((shape, rows, x.dtype, dtype, row_starts is None, row_slots.shape))
+                bound = None if recipe is None else _Bound(recipe, row_slots, rows, row_starts, shape, x.dtype, dtype)
+                self._bound = bound
+            if bound is not None and self._run(bound, ys, x):
                 return ys
         return self.end(ys, x, None, row_slots, rows, cache, row_starts)
 
@@ -250,20 +284,12 @@ class LinearOp(_Op):
         pairs = zip(ys, targets, strict=True)
         return tuple(y if target.data_ptr() == y.data_ptr() else target.view(y.shape) for y, target in pairs)
 
-    def _run(
-        self,
-        recipe: Any,
-        ys: tuple[Tensor, ...],
-        x: Tensor,
-        dtype: torch.dtype,
-        row_slots: Tensor,
-        row_starts: Tensor | None,
-    ) -> bool:
+    def _run(self, bound: _Bound, ys: tuple[Tensor, ...], x: Tensor) -> bool:
         """Prepared launches; False where these tensors are not like those that the recipe was made for."""
         device = self._device
         if not x.is_contiguous() or _current_device() != device:
             return False
-        graph = _grad_enabled()
+        graph, dtype = _grad_enabled(), bound.y
         bits = source = x.data_ptr()
         pointers = []
         for y in ys:
@@ -278,10 +304,8 @@ class LinearOp(_Op):
             size = ys[0].element_size()
             pointers = [pointers[output] + size * column for output, column in self._columns]
         pointers += pointers[:1] * (MAX_SLICES - len(pointers))
-        stream, slots, planes, site = _raw_stream(device), row_slots.data_ptr(), self.workspace.pointer, self.site
-        starts = slots if row_starts is None else row_starts.data_ptr()
-        recipe.first(stream, source, slots, starts, planes, site)
-        recipe.second(stream, *pointers, slots, starts, planes, site)
+        slots, starts = bound.addresses
+        bound.recipe(_raw_stream(device), source, slots, starts, self.workspace.pointer, self.site, *pointers)
         return True
 
 
@@ -322,8 +346,7 @@ class EmbeddingOp(_Op):
                 if not (source | target) & 15 and _current_device() == self._device:
                     stream, slots, planes = _raw_stream(self._device), row_slots.data_ptr(), self.workspace.pointer
                     starts = slots if row_starts is None else row_starts.data_ptr()
-                    recipe.first(stream, source, slots, starts, planes, self.site)
-                    recipe.second(stream, target, target, target, target, slots, starts, planes, self.site)
+                    recipe(stream, source, slots, starts, planes, self.site, target, target, target, target)
                     return y
         n = x.numel()
         if n == 0 or rows == 0:

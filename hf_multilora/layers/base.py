@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from ..errors import RoutingError
 from ..routing import Routing
 from ..rows import RowState
+from .direct import direct
 
 # What accelerate puts on a module that it hooks. It stays on the base layer: a wrapper that seemed to be hooked would
 # be handed the base's own forward as "the old one", and the adapters would be lost without a word.
@@ -34,6 +36,7 @@ _OWN = (
     "extra",
     "positions",
     "_word",
+    "_direct",
 )
 
 
@@ -54,6 +57,7 @@ class LoraLayer(nn.Module):
     _op: Any
     _path: str
     _scattered: str  # why its inputs do not begin with rows; empty where they do
+    _direct: Callable[[torch.Tensor], torch.Tensor]  # the base's forward
     _word = False  # whether it embeds tokens or makes logits: adapters seldom train that
 
     @classmethod
@@ -70,6 +74,7 @@ class LoraLayer(nn.Module):
             _path=path,
             _scattered=scattered,
             _group=None,
+            _direct=direct(base),
         )
         return self
 

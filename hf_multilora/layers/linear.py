@@ -47,7 +47,9 @@ class LoraLinear(LoraLayer):
         routing = self._routing
         state: Any = routing.state
         if state is None:
-            return self.base_layer.forward(x, *args, **kwargs)
+            if args or kwargs or is_dynamo_compiling():
+                return self.base_layer.forward(x, *args, **kwargs)
+            return self._direct(x)
         group = self._group
         if group is not None:
             stash = routing.open
@@ -68,7 +70,7 @@ class LoraLinear(LoraLayer):
             return self._traced(x, args, kwargs)
         if state.plain:
             if self._sites.isdisjoint(state.touched) if group is None else group.sites.isdisjoint(state.touched):
-                return self.base_layer.forward(x, *args, **kwargs)
+                return self.base_layer.forward(x, *args, **kwargs) if args or kwargs else self._direct(x)
             if not self._scattered:
                 if x.shape[0] != state.rows:
                     state = self._fitted(state, x.shape, x.dim() == 2)
@@ -80,7 +82,7 @@ class LoraLinear(LoraLayer):
                     h = self._op.begin(x, state.tensor, state.rows)
                     ys = (self.base_layer.forward(x, *args, **kwargs),)
                     return self._op.end(ys, x, h, state.tensor, state.rows, state.memo)[0]
-                ys = (self.base_layer.forward(x, *args, **kwargs),)
+                ys = (self.base_layer.forward(x, *args, **kwargs) if args or kwargs else self._direct(x),)
                 return self._op(ys, x, state.tensor, state.rows, state.memo)[0]
         return self._adapted(self.base_layer.forward(x, *args, **kwargs), x, x.dim() == 2)
 

@@ -124,6 +124,7 @@ class Group:
         self.changed = source.changed
         self.proven = False
         self.misses = 0
+        self._direct = tuple(member._direct for member in members)
         self._dicts = tuple(member.__dict__ for member in members)
         for place, member in enumerate(members):
             member.__dict__.update(_group=self, _place=place)
@@ -145,7 +146,7 @@ class Group:
             routing.open.fail()
         overlap, slots, rows = routing.overlap, state.tensor, state.rows
         h = op.begin(x, slots, rows) if overlap else None
-        ys = tuple([base.forward(x) for base in self.bases])
+        ys = tuple([run(x) for run in self._direct])
         if not self.proven and not self._suits(ys, x):
             return None
         ys = op.end(ys, x, h, slots, rows, state.memo) if overlap else op(ys, x, slots, rows, state.memo)

@@ -104,7 +104,7 @@ def arguments() -> tuple[torch.Tensor, torch.Tensor, list[Any]]:
 @pytest.mark.parametrize("pdl", [False, True])
 def test_the_driver_reads_what_was_given(cuda: Driver, pdl: bool) -> None:
     x, slots, args = arguments()
-    launch = driver.prepare(compiled(TYPES, launch_pdl=pdl), (3, 5, 7), args, 3)
+    launch = driver.prepare([driver.Kernel(compiled(TYPES, launch_pdl=pdl), (3, 5, 7), args, (0, 1, 2))])
     assert launch is not None and not cuda.launches
     fixed = [-(2**40), True, 2**31 - 1]
     expected = {"function": 77, "grid": (3, 5, 7), "block": (128, 1, 1), "shared": 2048}
@@ -115,8 +115,27 @@ def test_the_driver_reads_what_was_given(cuda: Driver, pdl: bool) -> None:
         assert cuda.launches.pop() == want
 
 
+def test_kernels_share_what_varies(cuda: Driver) -> None:
+    x, slots, args = arguments()
+    kernels = [
+        driver.Kernel(compiled(TYPES), (3, 1, 1), args, (2, 0)),
+        driver.Kernel(compiled(TYPES), (4, 1, 1), args, (1, 0, 3)),
+    ]
+    launch = driver.prepare(kernels)
+    assert launch is not None
+    fixed = [-(2**40), True, 2**31 - 1, 0, 0]
+    for stream in (5, 5, 0):
+        launch(stream, 1000 + stream, 2000, 3000, 40)
+        first, second = cuda.launches
+        cuda.launches.clear()
+        assert (first["grid"], second["grid"]) == ((3, 1, 1), (4, 1, 1))
+        assert first["stream"] == second["stream"] == (stream or None)
+        assert first["values"] == [3000, 1000 + stream, -5, *fixed]
+        assert second["values"] == [2000, 1000 + stream, 40, *fixed]
+
+
 def test_an_error_of_the_driver_is_raised(cuda: Driver) -> None:
-    launch = driver.prepare(compiled(TYPES), (1, 1, 1), arguments()[2], 3)
+    launch = driver.prepare([driver.Kernel(compiled(TYPES), (1, 1, 1), arguments()[2], (0, 1, 2))])
     assert launch is not None
     cuda.status = 700
     with pytest.raises(RuntimeError, match="CUDA error 700"):
@@ -138,15 +157,15 @@ def test_an_error_of_the_driver_is_raised(cuda: Driver) -> None:
     ],
 )
 def test_what_is_not_known_is_not_prepared(cuda: Driver, kernel: Any) -> None:
-    assert driver.prepare(kernel, (1, 1, 1), arguments()[2], 3) is None
+    assert driver.prepare([driver.Kernel(kernel, (1, 1, 1), arguments()[2], (0, 1, 2))]) is None
 
 
 @pytest.mark.parametrize("sizes", [SIZES[:-1], [*SIZES, 8], [8, 8, 8, *SIZES[3:]], []])
 def test_a_kernel_with_other_parameters_is_not_prepared(cuda: Driver, sizes: list[int]) -> None:
     cuda.sizes = sizes
-    assert driver.prepare(compiled(TYPES), (1, 1, 1), arguments()[2], 3) is None
+    assert driver.prepare([driver.Kernel(compiled(TYPES), (1, 1, 1), arguments()[2], (0, 1, 2))]) is None
 
 
 def test_without_a_driver_nothing_is_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_driver", lambda: None)
-    assert driver.prepare(compiled(TYPES), (1, 1, 1), arguments()[2], 3) is None
+    assert driver.prepare([driver.Kernel(compiled(TYPES), (1, 1, 1), arguments()[2], (0, 1, 2))]) is None

@@ -377,14 +377,20 @@ def test_prepared_launches_pass_what_ordinary_ones_do(monkeypatch: pytest.Monkey
     prepared = fake_kernels(monkeypatch)
     calls: list[tuple] = []
 
-    def prepare(compiled: object, grid: tuple, args: tuple, varying: int) -> Callable[..., None]:
-        assert isinstance(compiled, Kernel) and any(args is given and grid == of for of, given in prepared)
-        return lambda stream, *values: calls.append((grid, stream, *values, *args[varying:]))
+    def prepare(kernels: list[launch.driver.Kernel]) -> Callable[..., None]:
+        for compiled, grid, args, _ in kernels:
+            assert isinstance(compiled, Kernel) and any(args is given and grid == of for of, given in prepared)
+
+        def run(stream: int, *values: int) -> None:
+            for _, grid, args, varying in kernels:
+                calls.append((grid, stream, *(values[place] for place in varying), *args[len(varying) :]))
+
+        return run
 
     monkeypatch.setattr(launch.driver, "prepare", prepare)
     recipes: dict = {}
 
-    def call(site: int, seed: int, starts: bool = False) -> tuple[launch.Recipe | None, tuple]:
+    def call(site: int, seed: int, starts: bool = False) -> tuple[launch.Launch | None, tuple]:
         y, x = bed.inputs(2, torch.float32, seed=seed)
         row_slots = torch.tensor([0, 1], dtype=torch.int32)
         planes = torch.empty(1024)
