@@ -47,6 +47,7 @@ class Case:
     kwargs: dict[str, Any]
     ready_s: float | None = None
     counted: dict[str, int] = field(default_factory=dict)
+    timed: dict[str, int] = field(default_factory=lambda: {"compiled": 0, "captured": 0})  # while it was timed
 
     def generate(self, inputs: dict[str, torch.Tensor], new: int) -> None:
         self.model.generate(**inputs, max_new_tokens=new, min_new_tokens=new, do_sample=False, **self.kwargs)
@@ -103,19 +104,25 @@ def run_decode(
         first_calls(models, case, inputs, counter)
 
     def step(case: Case) -> float:
+        before = counter.now()
         longer = milliseconds(lambda: case.generate(inputs, settings.new_tokens), settings.device)
-        return (longer - milliseconds(lambda: case.generate(inputs, 1), settings.device)) / (settings.new_tokens - 1)
+        once = milliseconds(lambda: case.generate(inputs, 1), settings.device)
+        done = counter.now().since(before)
+        case.timed["compiled"] += done.compiled
+        case.timed["captured"] += done.captured
+        return (longer - once) / (settings.new_tokens - 1)
 
     if "graphs" in paths and settings.cuda and not any(c.counted["captured"] for c in cases if c.path == "graphs"):
         models.results.fail("decode_graphs: no step was captured; the figures of `graphs` are those of eager steps")
-    before = counter.now()
     steps = {case.name: functools.partial(step, case) for case in cases}
     # What was compiled and captured before may have taken minutes: the time for repetitions begins here.
     values = alternate(steps, settings.reps, deadline_after(seconds))
-    after = counter.now().since(before)
     models.note(f"{' and '.join(paths)}, batch {rows}: {len(values[cases[0].name])} repetitions")
+    for case in cases:
+        if any(case.timed.values()):
+            models.note(f"{case.name}: {case.timed} while it was timed")
     write_steps(models, cases, values)
-    write_counts(models, paths, rows, cases, {"compiled": after.compiled, "captured": after.captured})
+    write_counts(models, paths, rows, cases)
 
     def busy() -> None:
         for case in order_of_first_calls(cases)[: 4 * len(paths)]:
@@ -196,9 +203,7 @@ def over_compiled(models: Models, case: Case, ratio: float) -> None:
     )
 
 
-def write_counts(
-    models: Models, paths: Sequence[str], rows: int, cases: Sequence[Case], timed: dict[str, int]
-) -> None:
+def write_counts(models: Models, paths: Sequence[str], rows: int, cases: Sequence[Case]) -> None:
     """Readiness, and what was compiled or captured once both graphs were there."""
     full = models.settings.full
     for path in paths:
@@ -213,7 +218,7 @@ def write_counts(
         none = [case for case in own if case.mix == "0"]
         later = [case for case in own[1:] if case not in none]
         for kind in ("compiled", "captured"):
-            more = sum(case.counted[kind] for case in later) + timed[kind]
+            more = sum(case.counted[kind] for case in later) + sum(case.timed[kind] for case in own)
             name = f"{path} decode, batch {rows}, {kind} after the first mix and none"
             models.results.add(name, more, "graphs", goal=0, rows=rows)
         if path == "static" and own:

@@ -159,11 +159,12 @@ class StoreCore:
             self._leave(self._lost.popleft())
             self._cond.notify_all()
 
-    def _touch(self, entry: Entry, slot: Slot | None = None) -> None:
+    def _touch(self, entry: Entry, slot: Slot | None = None, ahead: int = 0) -> None:
+        """Note a use; `ahead`: one that is to come before so many others."""
         self._tick += 1
-        entry.used = self._tick
+        entry.used = self._tick + ahead
         if slot is not None:
-            slot.used = self._tick
+            slot.used = entry.used
 
     # -- host memory
 

@@ -455,6 +455,28 @@ def test_prefetch_fills_what_is_free_or_idle():
     assert store.status().resident.hits == 2
 
 
+def test_what_was_prefetched_stays_until_it_is_used():
+    """The next group is named while one runs: neither it nor what runs has to be copied twice."""
+    store = store_of(Files(**dict(ABCD, e=5, f=6)), max_loras=4)
+    groups = [["a", "b"], ["c", "d"], ["e", "f"]]
+    store.prefetch(groups[0]).result(5)
+    for turn in range(6):
+        before = store.status().resident.misses
+        store.prefetch(groups[(turn + 1) % 3]).result(5)
+        use(store, *groups[turn % 3])
+        assert store.status().resident.misses == before, f"turn {turn}"
+        assert set(resident(store)) == {*groups[turn % 3], *groups[(turn + 1) % 3]}
+
+
+def test_what_was_prefetched_in_vain_goes_after_a_while():
+    store = store_of(Files(**dict(ABCD, e=5)), max_loras=2)
+    store.prefetch(["a"]).result(5)
+    for _ in range(3):
+        use(store, "b")
+        use(store, "c")
+    assert set(resident(store)) == {"b", "c"}
+
+
 def test_prefetch_reads_dropped_adapters_in_the_background():
     files = Files(**ABCD)
     store = store_of(files, max_loras=2, max_cpu_loras=2)
