@@ -74,6 +74,12 @@ class Workspace:
 class _Op:
     """What both ops share: the arena."""
 
+    # Slots lie side by side: between two calls of one op all else of the model has passed through the caches.
+    __slots__ = (
+        "__weakref__", "_device", "_recipes", "_triton", "arena", "counters", "data", "floats", "key", "max_rank",
+        "meta", "out_features", "site", "slot_elems", "widths", "workspace", "zero_off",
+    )  # fmt: skip
+
     def __init__(
         self,
         data: Tensor,
@@ -138,6 +144,8 @@ class LinearOp(_Op):
         ModelError: more than 4 slices.
         ValueError: outputs that are not made of whole slices.
     """
+
+    __slots__ = ("_bound", "_columns", "in_features", "layers", "outputs")
 
     def __init__(
         self,
@@ -311,6 +319,8 @@ class LinearOp(_Op):
 
 class EmbeddingOp(_Op):
     """The LoRA branch of one embedding; arguments as for `LinearOp`, `width` being the embedding's."""
+
+    __slots__ = ()
 
     def __init__(
         self,

@@ -114,6 +114,11 @@ class Group:
         misses: forwards in a row that have ended with a stash.
     """
 
+    __slots__ = (
+        "__weakref__", "_dicts", "_direct", "bases", "changed", "members", "misses", "op", "proven", "routing",
+        "sites", "trusted",
+    )  # fmt: skip
+
     def __init__(self, members: Sequence[Any], routing: Routing, source: Source) -> None:
         self.members = tuple(members)
         self.bases: tuple[nn.Module, ...] = tuple(member.base_layer for member in members)
