@@ -147,8 +147,9 @@ def decode(runs: list[Run]) -> list[str]:
         f"Medians; single repetitions differ from them by: {', '.join(column.spread() for column in shown)}.",
     ]
     lines += [sentence for column in shown if (sentence := busy(column) or captured(column, runs))]
-    more = other_hosts(runs, shown[0].run)
-    return ["\n".join([*lines, more] if more else lines)]
+    lines += [text for column in shown if (text := other_runs(runs, column))]
+    lines += [text for text in (batch_of_one(runs),) if text]
+    return ["\n".join(lines)]
 
 
 def compared(shown: list[Column]) -> str:
@@ -191,12 +192,31 @@ def captured(column: Column, runs: list[Run]) -> str:
     return text
 
 
-def other_hosts(runs: list[Run], shown: Run) -> str:
-    """What other runs gave for the step that counts most: hosts differ, and an eager step is bound by its host."""
-    bare, mixed = (f"eager decode, batch {ROWS}, {label}" for label in ("bare model", "32 adapters"))
-    found = [run for run in runs if bare in run.figures and mixed in run.figures and run is not shown]
-    pairs = [f"{run.figures[bare]['value']:.1f} and {run.figures[mixed]['value']:.1f} ms" for run in found]
-    return f"Other runs, eager, bare and with 32 adapters: {'; '.join(pairs)}." if pairs else ""
+def other_runs(runs: list[Run], column: Column) -> str:
+    """What earlier runs gave for the step that counts most: hosts differ, and most steps are bound by their host."""
+    names = [column.names.get(mix, "") for mix in ("bare model", "32 adapters")]
+    found = [[run.figures.get(name) for name in names] for run in runs if run is not column.run]
+    texts = [
+        f"{bare['value']:.1f} and {mixed['value']:.1f} ms, {mixed['ratio']:.2f} x"
+        for bare, mixed in found
+        if bare and mixed
+    ]
+    if column.title not in ("eager", "compiled") or not texts:
+        return ""
+    return f"Earlier runs, {column.title}, bare and with 32 adapters: {'; '.join(texts)}."
+
+
+def batch_of_one(runs: list[Run]) -> str:
+    """One prompt alone, compiled."""
+    bare, one = (f"static decode, batch 1, {label}" for label in ("bare model", "1 adapters"))
+    run = newest(runs, one)
+    if run is None:
+        return ""
+    times = [run.figures[name]["value"] for name in (bare, one)]
+    return (
+        f"At batch 1, compiled: {times[0]:.1f} ms with the bare model, {times[1]:.1f} ms with an adapter, "
+        f"{run.figures[one]['ratio']:.2f} x."
+    )
 
 
 def prefill(runs: list[Run]) -> list[str]:
@@ -248,7 +268,7 @@ def listed(benchmark: str) -> list[str]:
     runs = [run for run in read_runs(HERE / "results", benchmark) if benchmark == "cpu" or on_the_shape(run)]
     if not runs:
         return []
-    run = runs[-1]
+    run = newest(runs, LISTS[benchmark][0][0]) or runs[-1]
     lines = [
         f"{about(run)}: {CONDITIONS[benchmark]}.",
         "",

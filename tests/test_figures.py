@@ -95,7 +95,7 @@ def test_each_way_to_decode_comes_from_its_newest_run_of_the_whole_shape(scripts
     assert [cell.strip() for cell in cells["| the bare model"]][1:] == ["24.0 ms", "10.0 ms", "", "23.0 ms"]
     text = "\n".join(lines)
     assert "ready in 2.1 s for a batch size, compiled in 41 s; its step takes 1.16 x the compiled one." in text
-    assert "Other runs, eager, bare and with 32 adapters: 30.0 and 48.0 ms." in text
+    assert "Earlier runs, eager, bare and with 32 adapters: 30.0 and 48.0 ms, 1.60 x." in text
     assert "eager -10 to +20 %" in text and "| 2000 | 970 | 873 to 1164 | 7.9 |" in text
 
 

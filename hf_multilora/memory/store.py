@@ -136,7 +136,7 @@ class AdapterStore(LeasingStore):
                         continue
                     if plan[tag].tag != tag:
                         self._bring_in(plan[tag], tag, entry.name, [entry], packed)
-                    # What runs meanwhile is used after this: without more, it would outlive what it is to make room for.
+                    # What runs meanwhile is used after this, and must not outlive it all the same.
                     self._touch(entry, plan[tag], ahead=2 * self.config.max_loras)
                     tags.append(tag)
                     names.append(entry.name)
