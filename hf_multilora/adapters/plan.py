@@ -33,10 +33,12 @@ class Factor:
 
     linear: a.read() is [rank, in], b.read() is [width of the slice, rank].
     embedding: a.read() is [rank, V], b.read() is [d, rank].
+    experts: a.read() is [E, rank, in], b.read() is [E, width, rank], where a first dimension of 1 stands for all
+    experts; no gain, no shift. An expert that was not trained has zeros.
 
     Args:
         path, slice: the site.
-        kind: "linear" or "embedding".
+        kind: "linear", "embedding" or "experts".
         rank: of both factors.
         scaling: the whole factor of the update: alpha/r or alpha/sqrt(r) with patterns, times the layer's own scale.
         a, b: read lazily; equal references mean the same stored factor. None for rank 0: a site with nothing but a

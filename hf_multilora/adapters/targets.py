@@ -28,7 +28,9 @@ class Target:
 
     Args:
         path: module path in the model, such as "model.layers.0.self_attn.q_proj".
-        kind: "linear" (nn.Linear, Conv1D and their subclasses) or "embedding".
+        kind: "linear" (nn.Linear, Conv1D and their subclasses), "embedding", or "experts": one projection of a block of
+            experts, whose weights are one stacked parameter. Its path is that of the block and the projection's own
+            name, "model.layers.0.mlp.experts.gate_proj" (up_proj, down_proj), whatever the parameter is called.
         in_features: width of the input; for an embedding the rows of its table.
         out_features: width of the output.
         slices: for layers that fuse several projections, (name, width) of each in the order of the output's
@@ -36,6 +38,7 @@ class Target:
         scale: what the layer multiplies its output by (Gemma's embed_scale); the loader folds it into the scaling.
         transposed: its weight is stored as [in, out] (GPT-2's Conv1D).
         has_bias: it adds a bias of its own, the parameter "bias".
+        experts: how many there are; 0 for anything but experts.
     """
 
     path: str
@@ -46,10 +49,13 @@ class Target:
     scale: float = 1.0
     transposed: bool = False
     has_bias: bool = False
+    experts: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("linear", "embedding"):
-            raise ValueError(f"{self.path}: kind={self.kind!r}, expected 'linear' or 'embedding'.")
+        if self.kind not in ("linear", "embedding", "experts"):
+            raise ValueError(f"{self.path}: kind={self.kind!r}, expected 'linear', 'embedding' or 'experts'.")
+        if (self.kind == "experts") != (self.experts > 0):
+            raise ValueError(f"{self.path}: experts={self.experts} with kind={self.kind!r}.")
         if self.slices and sum(width for _, width in self.slices) != self.out_features:
             raise ValueError(f"{self.path}: slices {self.slices} do not add up to out_features={self.out_features}.")
 

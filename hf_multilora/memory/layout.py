@@ -9,11 +9,15 @@ slices of one layer are consecutive, in the order of its output rows. A host blo
     entries  each at a multiple of 64 bytes
              linear site:    A [rank, in] row-major;  B transposed, [rank, out] row-major, the whole scaling folded in
              embedding site: A transposed, [V, rank]; B transposed, [rank, d], the whole scaling folded in
+             experts site:   A [E, rank, in], B transposed, [E, rank, out]; 1 in place of E where all experts share it.
+                             In place of the two vectors the header has elements from one expert's A to the next, and
+                             the same of B: 0 where they share it
              gain, shift:    float32 [width of the slice]; gain is folded into B, too
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -40,27 +44,32 @@ class Site:
     index: int
     path: str
     slice: int
-    kind: str  # "linear" | "embedding"
+    kind: str  # "linear" | "embedding" | "experts"
     in_features: int  # embedding: rows of the table
     out_features: int
+    experts: int = 0  # of a block of experts
 
-    def a_shape(self, rank: int) -> tuple[int, int]:
-        """Shape of the A factor as it is stored."""
+    def a_shape(self, rank: int, experts: int | None = None) -> tuple[int, ...]:
+        """Shape of the A factor as it is stored; `experts`: factors of its own, 1 where all share one."""
+        if self.kind == "experts":
+            return (self.experts if experts is None else experts, rank, self.in_features)
         return (self.in_features, rank) if self.kind == "embedding" else (rank, self.in_features)
 
-    def b_shape(self, rank: int) -> tuple[int, int]:
+    def b_shape(self, rank: int, experts: int | None = None) -> tuple[int, ...]:
         """Shape of the B factor as it is stored."""
+        if self.kind == "experts":
+            return (self.experts if experts is None else experts, rank, self.out_features)
         return (rank, self.out_features)
 
     def nbytes(self, rank: int, itemsize: int) -> int:
-        """Bytes of both factors at `rank`, alignment included."""
-        a, b = rank * self.in_features * itemsize, rank * self.out_features * itemsize
+        """Bytes of both factors at `rank`, alignment included; of experts, where each has factors of its own."""
+        a, b = math.prod(self.a_shape(rank)) * itemsize, math.prod(self.b_shape(rank)) * itemsize
         return align(a, FACTOR_ALIGN) + align(b, FACTOR_ALIGN)
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes of a gain or a shift, alignment included."""
-        return align(4 * self.out_features, FACTOR_ALIGN)
+        """Bytes of a gain or a shift, alignment included; experts have neither."""
+        return 0 if self.kind == "experts" else align(4 * self.out_features, FACTOR_ALIGN)
 
 
 class Layout:
@@ -86,7 +95,8 @@ class Layout:
         sites: list[Site] = []
         for target in targets.values():
             for i, width in enumerate(target.widths):
-                sites.append(Site(len(sites), target.path, i, target.kind, target.in_features, width))
+                inside, experts = target.in_features, target.experts
+                sites.append(Site(len(sites), target.path, i, target.kind, inside, width, experts))
         return cls(sites)
 
     def site(self, path: str, slice: int = 0) -> Site:
@@ -103,9 +113,11 @@ class Layout:
         return self.header_bytes + sum(self.sites[i].nbytes(rank, itemsize) for i, rank in ranks.items())
 
     def default_slot_bytes(self, max_rank: int, dtype: torch.dtype) -> int:
-        """Bytes of a slot with room for every site at `max_rank`, with a gain and a shift.
+        """Bytes of a slot with room for every layer at `max_rank`, with a gain and a shift.
 
-        Whole saved parameters (heads, embeddings) are not in it.
+        Experts and whole saved parameters (heads, embeddings) are not in it: they would be most of it, for adapters
+        that seldom have them.
         """
-        factors = self.packed_bytes(dict.fromkeys(range(self.n_sites), max_rank), dtype)
+        usual = [site.index for site in self.sites if site.kind != "experts"]
+        factors = self.packed_bytes(dict.fromkeys(usual, max_rank), dtype)
         return align(factors + sum(2 * site.vector_bytes for site in self.sites), SLOT_ALIGN)
