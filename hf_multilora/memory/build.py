@@ -27,13 +27,28 @@ class Builder:
         self._rows: dict[int, list[int]] = {}
         self._fills: list[tuple[int, tuple[int, ...], torch.dtype, Fill]] = []
 
-    def add(self, site: int, rank: int, a_key: Hashable, a: Fill, b_key: Hashable, b: Fill) -> None:
-        """Give one site its factors; what has an equal key already is not stored again."""
-        where = self.layout.sites[site]
-        a_at = self.place(a_key, where.a_shape(rank), self.dtype, a)
-        b_at = self.place(b_key, where.b_shape(rank), self.dtype, b)
+    def add(
+        self,
+        site: int,
+        rank: int,
+        a_key: Hashable,
+        a: Fill,
+        b_key: Hashable,
+        b: Fill,
+        experts: tuple[int, int] | None = None,
+    ) -> None:
+        """Give one site its factors; what has an equal key already is not stored again.
+
+        Args:
+            experts: at a site of experts, how many As and how many Bs there are; 1: all share it.
+        """
+        where, (a_count, b_count) = self.layout.sites[site], experts or (0, 0)
+        a_shape, b_shape = where.a_shape(rank, a_count), where.b_shape(rank, b_count)
+        a_at = self.place(a_key, a_shape, self.dtype, a)
+        b_at = self.place(b_key, b_shape, self.dtype, b)
+        steps = [math.prod(shape[1:]) if count > 1 else 0 for shape, count in ((a_shape, a_count), (b_shape, b_count))]
         self.ranks[site] = rank
-        self._rows[site] = [a_at // self.dtype.itemsize, b_at // self.dtype.itemsize, rank, 0, 0]
+        self._rows[site] = [a_at // self.dtype.itemsize, b_at // self.dtype.itemsize, rank, *steps]
 
     def add_vectors(self, site: int, gain: Vector | None, shift: Vector | None) -> None:
         """Give one site a gain or a shift, beside the factors that it has, if any."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def features_of(packed: PackedAdapter) -> list[str]:
     """What an adapter has beside plain LoRA: "DoRA", "biases", "saved modules (score)", ...; empty for a plain one."""
-    gains, shifts = packed.header()[:, 3:].ne(0).unbind(1)
+    gains, shifts = packed.vector_offsets().ne(0).unbind(1)
     found = ["DoRA"] if gains.any() else []
     # DoRA on a layer with a bias has a shift of its own.
     found += ["biases"] if (shifts & ~gains).any() else []
@@ -49,9 +49,9 @@ def entries_of(packed: PackedAdapter) -> dict[str, int]:
         site = packed.layout.sites[index]
         a_off, b_off, rank, *vectors = header[index]
         if rank:
-            count(site.path, a_off * itemsize, rank * site.in_features * itemsize)
-            count(site.path, b_off * itemsize, rank * site.out_features * itemsize)
-        for start in filter(None, vectors):
+            for offset, factor in zip((a_off, b_off), packed.factors(index), strict=True):
+                count(site.path, offset * itemsize, factor.nbytes)
+        for start in filter(None, () if site.kind == "experts" else vectors):
             count(site.path, 4 * start, 4 * site.out_features)
     for path, tensors in packed.extras.saved.items():
         for name, tensor in tensors.items():

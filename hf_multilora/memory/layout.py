@@ -78,6 +78,7 @@ class Layout:
     Attributes:
         sites: all sites; `sites[i].index == i`.
         n_sites: their number.
+        experts: numbers of the sites of experts.
         header_bytes: bytes of the header, padding included.
         max_dim: the largest in_features or out_features of any site.
     """
@@ -85,6 +86,7 @@ class Layout:
     def __init__(self, sites: Iterable[Site]) -> None:
         self.sites = tuple(sites)
         self.n_sites = len(self.sites)
+        self.experts = [site.index for site in self.sites if site.kind == "experts"]
         self.header_bytes = align(self.n_sites * META * 8, SLOT_ALIGN)
         self.max_dim = max((max(s.in_features, s.out_features) for s in self.sites), default=1)
         self._by_key = {(s.path, s.slice): s for s in self.sites}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -51,19 +52,24 @@ class PackedAdapter:
 
     def factors(self, site: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a touched site's factors as stored (shapes: `Site.a_shape`, `Site.b_shape`)."""
-        a_off, b_off, rank, _, _ = self.header()[site].tolist()
-        return _factor_views(self.block.view(self.dtype), self.layout.sites[site], a_off, b_off, rank)
+        return _factor_views(self.block.view(self.dtype), self.layout.sites[site], self.header()[site].tolist())
 
     def vectors(self, site: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Views of a site's gain and shift, float32 [width of the slice]; None where it has none."""
         floats, width = self.block.view(torch.float32), self.layout.sites[site].out_features
-        gain, shift = (floats[at : at + width] if at else None for at in self.header()[site, 3:].tolist())
+        gain, shift = (floats[at : at + width] if at else None for at in self.vector_offsets()[site].tolist())
         return gain, shift
+
+    def vector_offsets(self) -> torch.Tensor:
+        """Where gains and shifts lie, int64 [n_sites, 2]; 0 where there is none, as at all sites of experts."""
+        offsets = self.header()[:, 3:].clone()
+        offsets[self.layout.experts] = 0
+        return offsets
 
     @property
     def has_vectors(self) -> bool:
         """Whether any site has a gain or a shift."""
-        return bool(self.header()[:, 3:].any())
+        return bool(self.vector_offsets().any())
 
     def view(self, saved: SavedTensor) -> torch.Tensor:
         """A saved tensor, as a view of the block."""
@@ -95,11 +101,13 @@ class PackedAdapter:
             return self
         builder = Builder(self.layout, dtype)
         header, data = self.header().tolist(), self.block.view(self.dtype)
+        vectors = self.vector_offsets().tolist()
         for site in self.ranks:
-            a_off, b_off, rank, gain_off, shift_off = header[site]
+            a_off, b_off, rank, _, _ = header[site]
             if rank:
-                a, b = _factor_views(data, self.layout.sites[site], a_off, b_off, rank)
-                builder.add(site, rank, ("a", a_off), copied(a), ("b", b_off), copied(b))
+                a, b = _factor_views(data, self.layout.sites[site], header[site])
+                builder.add(site, rank, ("a", a_off), copied(a), ("b", b_off), copied(b), _counts(a, b))
+            gain_off, shift_off = vectors[site]
             if gain_off or shift_off:
                 gain, shift = self.vectors(site)
                 builder.add_vectors(
@@ -142,7 +150,9 @@ def pack(
         if site.index in builder.ranks:
             raise AdapterMatchError(f"{factor.path!r}, slice {factor.slice}: two factors for one site.")
         gain, shift = factor.gain, factor.shift
-        if factor.rank:
+        if site.kind == "experts":
+            _add_experts(builder, factor, site)
+        elif factor.rank:
             builder.add(
                 site.index,
                 factor.rank,
@@ -174,15 +184,21 @@ def compose(
     builder = Builder(layout, dtype)
     for site in sorted({site for packed, _ in parts for site in packed.ranks}):
         here = [i for i, (packed, _) in enumerate(parts) if site in packed.ranks]
-        views = [_factor_views(data[i], layout.sites[site], *headers[i][site][:3]) for i in here]
-        weights = [parts[i][1] for i in here]
+        views = [_factor_views(data[i], layout.sites[site], headers[i][site]) for i in here]
+        weights, kind = [parts[i][1] for i in here], layout.sites[site].kind
+        a, b = [a for a, _ in views], [b for _, b in views]
+        counts = None
+        if kind == "experts":  # shared ones beside others: one for each expert
+            counts = max(len(t) for t in a), max(len(t) for t in b)
+            a, b = [t.expand(counts[0], -1, -1) for t in a], [t.expand(counts[1], -1, -1) for t in b]
         builder.add(
             site,
             sum(parts[i][0].ranks[site] for i in here),
             ("a", *((i, headers[i][site][0]) for i in here)),
-            concatenated([a for a, _ in views], 1 if layout.sites[site].kind == "embedding" else 0),
+            concatenated(a, 0 if kind == "linear" else 1),
             ("b", *((i, headers[i][site][1]) for i in here)),
-            concatenated([b for _, b in views], 0, weights),
+            concatenated(b, 1 if kind == "experts" else 0, weights),
+            counts,
         )
     return _packed(builder, pin, Extras())
 
@@ -191,12 +207,52 @@ def _packed(builder: Builder, pin: bool, extras: Extras) -> PackedAdapter:
     return PackedAdapter(builder.build(pin), builder.layout, builder.dtype, builder.ranks, extras)
 
 
-def _factor_views(
-    data: torch.Tensor, site: Site, a_off: int, b_off: int, rank: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    a = data[a_off : a_off + rank * site.in_features].view(site.a_shape(rank))
-    b = data[b_off : b_off + rank * site.out_features].view(site.b_shape(rank))
+def _factor_views(data: torch.Tensor, site: Site, row: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both factors by the site's row of the header."""
+    a_off, b_off, rank, a_step, b_step = row
+    a_shape = site.a_shape(rank, None if a_step else 1)
+    b_shape = site.b_shape(rank, None if b_step else 1)
+    a = data[a_off : a_off + math.prod(a_shape)].view(a_shape)
+    b = data[b_off : b_off + math.prod(b_shape)].view(b_shape)
     return a, b
+
+
+def _counts(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int] | None:
+    return (len(a), len(b)) if a.dim() == 3 else None
+
+
+def _add_experts(builder: Builder, factor: Factor, site: Site) -> None:
+    """Stacked factors: A as it is, B turned, with the scaling."""
+    a, b = factor.a, factor.b
+    if a is None or b is None or factor.gain is not None or factor.shift is not None:
+        raise AdapterMatchError(f"{factor.path!r}: experts take two factors, and neither gain nor shift.")
+    counts = a.shape[0], b.shape[0]
+    for name, found, shape in (
+        ("A", a.shape, (factor.rank, site.in_features)),
+        ("B", b.shape, (site.out_features, factor.rank)),
+    ):
+        if tuple(found[1:]) != shape or found[0] not in (1, site.experts):
+            raise AdapterMatchError(
+                f"{factor.path!r}: {name} has shape {tuple(found)}, the layer needs {(site.experts, *shape)}, or 1 "
+                "where all experts share it."
+            )
+
+    def fill_a(out: torch.Tensor) -> None:
+        out.copy_(a.read())
+
+    def fill_b(out: torch.Tensor) -> None:
+        for one, turned in zip(b.read(), out, strict=True):
+            turned.copy_(one.t().to("cpu", torch.float32).mul(factor.scaling))
+
+    builder.add(
+        site.index,
+        factor.rank,
+        ("a", a, factor.rank, site.kind),
+        fill_a,
+        ("b", b, factor.rank, factor.scaling, site.kind),
+        fill_b,
+        counts,
+    )
 
 
 def _read_a(factor: Factor, site: Site) -> Fill:

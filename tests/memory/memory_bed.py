@@ -23,6 +23,7 @@ class Shape:
     in_features: int
     out_features: int
     widths: tuple[int, ...]
+    experts: int = 0
 
 
 @dataclass(frozen=True)
