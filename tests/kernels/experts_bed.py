@@ -31,6 +31,7 @@ class ExpertsBed:
     """`ranks[slot][projection]` are true ranks, 0: not trained.
 
     `shared[slot]` names the factors that all experts of the slot share: "", "a", "b" or "ab" (of every projection).
+    `same_a`: slots whose second projection has the A of the first (of the same rank).
     `interleaved`: column j of projection i is i + projections * j; else projections lie side by side.
     """
 
@@ -44,6 +45,7 @@ class ExpertsBed:
         *,
         shared: Sequence[str] = (),
         interleaved: bool = False,
+        same_a: Sequence[int] = (),
         site: int = 2,
         device: str = "cpu",
         seed: int = 0,
@@ -85,6 +87,10 @@ class ExpertsBed:
                 entry = meta[slot, META * (site + i) : META * (site + i + 1)]
                 entry[2] = rank
                 for j, (name, n) in enumerate((("a", in_features), ("b", width))):
+                    if j == 0 and i > 0 and slot in same_a:
+                        entry[0::3] = meta[slot, META * site : META * site + META][0::3]
+                        self.a[slot, i] = self.a[slot, 0]
+                        continue
                     own = 1 if name in common else n_experts
                     factor = torch.randn(own, rank, n, generator=gen) / (in_features if name == "a" else rank) ** 0.5
                     factor = factor.to(dtype)
