@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from .adapters.load import load_plan
 from .adapters.plan import AdapterPlan, SavedParam
+from .adapters.targets import ExpertBlock
 from .config import MultiLoraConfig
 from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, UnsupportedAdapterError, closest
 from .generation.calls import Calls
@@ -38,6 +39,7 @@ from .inject import (
     swap_out,
 )
 from .kernels import table as tuning_table
+from .kernels.experts_op import ExpertsOp
 from .kernels.ops import EmbeddingOp, LinearOp, Workspace
 from .layers import LoraLayer
 from .layers.embedding import LoraEmbedding
@@ -54,6 +56,9 @@ from .routing import Routing
 from .survey import Survey, survey, tied_groups
 
 logger = logging.get_logger(__name__)
+
+
+Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]  # of ops: the arena
 
 
 class MultiLora:
@@ -108,11 +113,17 @@ class MultiLora:
         """Build the ops of all wrappers over the arena as it lies now."""
         arena, workspace = self.store.arena, Workspace()
         for path, wrapper in self._wrappers.items():
-            target = self._survey.found[path].target
-            if target is None:
+            targets = self._survey.found[path].targets
+            if not targets:
                 continue
-            first = self._layout.site(path, 0).index
-            common = (arena.data, arena.meta, arena.floats, arena.slot_elems, arena.zero_off, first)
+            target = targets[0]
+            first = self._layout.site(target.path, 0).index
+            where = (arena.data, arena.meta, arena.floats, arena.slot_elems, arena.zero_off)
+            if target.kind == "experts":
+                sites = frozenset(range(first, first + len(targets)))
+                wrapper.bind(sites, self._experts_op(self._survey.table.blocks[path], first, where, workspace))
+                continue
+            common = (*where, first)
             op: LinearOp | EmbeddingOp
             if target.kind == "embedding":
                 op = EmbeddingOp(*common, target.out_features, self.config.max_lora_rank, workspace)
@@ -126,6 +137,7 @@ class MultiLora:
         words = [wrapper._sites for wrapper in self._wrappers.values() if wrapper._word]
         arena.word_sites = frozenset().union(*words)
         self._all_sites = frozenset(range(self._layout.n_sites))
+        self._path_of = {site: path for path, wrapper in self._wrappers.items() for site in wrapper._sites}
         self._usual_sites = self._all_sites - arena.word_sites
         for path in tied if extra else ():
             if isinstance(self._wrappers.get(path), (LoraEmbedding, LoraHead)):
@@ -134,6 +146,16 @@ class MultiLora:
         for wrapper in self._wrappers.values():
             if isinstance(wrapper, LoraEmbedding):
                 wrapper.positions = wrapper is not tokens and wrapper._path not in tied
+
+    def _experts_op(self, block: ExpertBlock, first: int, where: Arguments, workspace: Workspace) -> ExpertsOp:
+        """The op of a block whose sites begin at `first`: gate and up side by side in one output, or in turns."""
+        width = block.intermediate
+        up = [(first, 0, 1, width)]
+        if block.has_gate:
+            up = [(first, 0, 2, width), (first + 1, 1, 2, width)]
+            up = up if block.interleaved else [(first, 0, 1, width), (first + 1, width, 1, width)]
+        down = [(first + len(up), 0, 1, block.hidden)]
+        return ExpertsOp(*where, up, down, block.experts, self.config.max_lora_rank, workspace)
 
     def _served_sites(self) -> frozenset[int]:
         """The sites that graphs have to look at: of embeddings and the head only once an adapter has trained them."""
@@ -449,7 +471,7 @@ class MultiLora:
         )
 
     def _check_layers(self, sites: Collection[int], saved: Iterable[str]) -> None:
-        paths = dict.fromkeys(self._layout.sites[site].path for site in sites) | dict.fromkeys(saved)
+        paths = dict.fromkeys(self._path_of[site] for site in sites) | dict.fromkeys(saved)
         check_intact(paths, self._survey.found, self._wrappers)
         check_containers(self._containers)
 
@@ -473,7 +495,7 @@ class MultiLora:
                     twin.__dict__[key] = copy.deepcopy(hidden.get(key, value), memo)
             handle = MultiLora(twin, self.config, None, copy.deepcopy(self.store))
             handle.calls.default = self.calls.default
-            handle._wrap_modules(path for path, item in self._survey.found.items() if item.target is None)
+            handle._wrap_modules(path for path, item in self._survey.found.items() if not item.targets)
             handle.calls.vocabulary = self.calls.vocabulary
             return twin
 

@@ -22,7 +22,7 @@ def saved_layer(model: nn.Module, path: str) -> Found:
     """A module that an adapter saves whole, with every place it has."""
     module = model.get_submodule(path)
     places = [(parent, name) for _, parent, name, child in walk(model) if child is module]
-    return Found(module, SavedLayer, None, places)
+    return Found(module, SavedLayer, (), places)
 
 
 def swap_in(found: dict[str, Found], routing: Routing) -> dict[str, LoraLayer]:

@@ -61,7 +61,7 @@ def refusal(
     for prefix, reason in outside:
         if path == prefix:
             return reason
-    if re.search(r"(^|\.)experts(\.|$)", path):
+    if re.search(r"(^|\.)experts\.", path):
         return "it is one expert of a mixture: it sees the tokens that were routed to it, not rows of the batch"
     if isinstance(parent, nn.MultiheadAttention) or isinstance(
         module, nn.modules.linear.NonDynamicallyQuantizableLinear

@@ -12,11 +12,13 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .adapters.targets import Target, TargetTable
+from .adapters.targets import ExpertBlock, Target, TargetTable
+from .blocks import block_of, router_weight
 from .config import MultiLoraConfig
 from .errors import ConfigError, ModelError, closest
-from .layers import LoraLayer, wrapper_for
+from .layers import LoraLayer, experts, wrapper_for
 from .layers.linear import LoraHead, LoraLinear
+from .layers.router import LoraRouter
 from .sources import outside_of_text, refusal, scattered, slices
 
 
@@ -24,12 +26,13 @@ from .sources import outside_of_text, refusal, scattered, slices
 class Found:
     """One layer that carries adapters: its wrapper class and every place it has in the model.
 
-    `target` is None for a module that adapters only save whole.
+    `targets` has one, those of its projections for a block of experts, and none for a module that adapters only save
+    whole.
     """
 
     module: nn.Module
     wrapper: type[LoraLayer]
-    target: Target | None
+    targets: tuple[Target, ...]
     places: list[tuple[nn.Module, str]] = field(default_factory=list)  # (parent, attribute)
     scattered: str = ""  # why its inputs do not begin with rows of the batch; empty where they do
 
@@ -50,6 +53,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
     """
     found: dict[str, Found] = {}
     refused: dict[str, str] = {}
+    blocks: dict[str, ExpertBlock] = {}
     untargeted: set[str] = set()
     first_path: dict[int, str] = {}
     aliases: list[tuple[str, str]] = []
@@ -59,6 +63,14 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
     for path, parent, name, module in walk(model):
         modules.append(path)
         wrapper = wrapper_for(type(module))
+        block = block_of(path, module) if wrapper is None else None
+        if isinstance(block, str):
+            refused[path] = block
+            continue
+        if block is not None:
+            wrapper = experts.wrapper_of(module)
+        elif router_weight(parent, module) is not None:
+            wrapper = LoraRouter
         if wrapper is None:
             continue
         if id(module) in first_path:
@@ -69,6 +81,9 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
             continue
         first_path[id(module)] = path
         reason = refusal(path, parent, name, module, outside)
+        if block is not None:
+            _add_block(block, module, wrapper, parent, name, reason, config, found, refused, untargeted, blocks)
+            continue
         if reason is None:
             try:
                 inside, out = wrapper.dimensions(module)
@@ -91,10 +106,10 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
                 transposed=isinstance(module, Conv1D),
                 has_bias=wrapper.kind == "linear" and getattr(module, "bias", None) is not None,
             )
-            found[path] = Found(module, wrapper, target, [(parent, name)], scattered(model, path))
+            found[path] = Found(module, wrapper, (target,), [(parent, name)], scattered(model, path))
     _check_selection(config, found, refused, modules)
     table = TargetTable(
-        targets={path: item.target for path, item in found.items() if item.target is not None},
+        targets={target.path: target for item in found.values() for target in item.targets},
         refused=refused,
         untargeted=frozenset(untargeted),
         modules=tuple(modules),
@@ -103,8 +118,43 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
         prefixes=(*aliases, *_renamed_keys(model)),
         parameters={name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
         tied=frozenset(tied_groups(model)),
+        blocks=blocks,
     )
     return Survey(found, table)
+
+
+def _add_block(
+    block: ExpertBlock,
+    module: nn.Module,
+    wrapper: type[LoraLayer],
+    parent: nn.Module,
+    name: str,
+    reason: str | None,
+    config: MultiLoraConfig,
+    found: dict[str, Found],
+    refused: dict[str, str],
+    untargeted: set[str],
+    blocks: dict[str, ExpertBlock],
+) -> None:
+    """A block of experts: found, refused, or left out by `target_modules`, which may name it or a projection."""
+    projections = projections_of(block)
+    blocks[block.path] = block
+    if reason is not None:
+        refused[block.path] = reason
+    elif any(selected(path, config.target_modules) for path in (block.path, *(p.path for p in projections))):
+        found[block.path] = Found(module, wrapper, projections, [(parent, name)])
+    else:
+        untargeted.update(target.path for target in projections)
+
+
+def projections_of(block: ExpertBlock) -> tuple[Target, ...]:
+    """The targets of a block, in the order of its sites: gate (where there is one), up, down."""
+    names = ("gate_proj", "up_proj") if block.has_gate else ("up_proj",)
+    into = [(name, block.hidden, block.intermediate) for name in names]
+    both = [*into, ("down_proj", block.intermediate, block.hidden)]
+    return tuple(
+        Target(f"{block.path}.{name}", "experts", inside, out, experts=block.experts) for name, inside, out in both
+    )
 
 
 def tied_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:

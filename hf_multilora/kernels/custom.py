@@ -86,7 +86,7 @@ def register(op: Any) -> int:
     return key
 
 
-def _named(key: int) -> Any:
+def named(key: int) -> Any:
     op = _ops.get(key)
     if op is None:
         raise ModelError("This compiled graph is of a model that is not enabled any more: compile the model again.")
@@ -157,19 +157,19 @@ def delta(x: Tensor, row_slots: Tensor, key: int, rows: int) -> Tensor:
 
     -0.0 where they add nothing. Not to be read before `lora_join_`.
     """
-    op = _named(key)
+    op = named(key)
     return begin(x, op, row_slots, rows).view(*x.shape[:-1], op.out_features)
 
 
 @delta.register_fake
 def _(x: Tensor, row_slots: Tensor, key: int, rows: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], _named(key).out_features, dtype=torch.float32)
+    return x.new_empty(*x.shape[:-1], named(key).out_features, dtype=torch.float32)
 
 
 @torch.library.custom_op("hf_multilora::lora_join_", mutates_args=("d",))
 def join_(d: Tensor, x: Tensor, ys: Sequence[Tensor], row_slots: Tensor, key: int, rows: int) -> None:
     """From here on `d` may be read; x is what it was made from, ys what the base layers made of x meanwhile."""
-    op = _named(key)
+    op = named(key)
     join(d.view(-1, op.out_features), x, op, row_slots, rows)
 
 
@@ -183,7 +183,7 @@ def expand_(
     ys: Sequence[Tensor], x: Tensor, row_slots: Tensor, key: int, rows: int, row_starts: Tensor | None = None
 ) -> None:
     """`reference.lora_linear` in place on each y `[..., N_i]`, on any device."""
-    op = _named(key)
+    op = named(key)
     k = x.shape[-1]
     n = x.numel() // k
     if n == 0 or rows == 0:
@@ -216,7 +216,7 @@ def embedding(
     y: Tensor, ids: Tensor, row_slots: Tensor, key: int, rows: int, row_starts: Tensor | None = None
 ) -> None:
     """`reference.lora_embedding` in place on y `[..., width]`, on any device."""
-    op = _named(key)
+    op = named(key)
     n, width = ids.numel(), y.shape[-1]
     if n == 0 or rows == 0:
         return

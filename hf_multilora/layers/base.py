@@ -58,7 +58,7 @@ class LoraLayer(nn.Module):
     _path: str
     _scattered: str  # why its inputs do not begin with rows; empty where they do
     _direct: Callable[[torch.Tensor], torch.Tensor]  # the base's forward
-    _word = False  # whether it embeds tokens or makes logits: adapters seldom train that
+    _word = False  # whether adapters seldom train it: tokens, logits, experts, routers
 
     @classmethod
     def wrap(cls, base: nn.Module, path: str, routing: Routing, scattered: str = "") -> LoraLayer:

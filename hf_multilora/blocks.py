@@ -1,0 +1,90 @@
+"""What structure and source of a model say about its mixtures of experts: stacked weights, their layout, routers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from .adapters.targets import ExpertBlock
+
+# Implementations that compute a block as one kernel, with no place for a delta inside.
+OPAQUE = ("deepgemm", "sonicmoe")
+SERVED = ("batched_mm", "grouped_mm", "eager")
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Llama 4's experts: tokens of one expert after the other, all of them scaled before.
+_EXPERT_MAJOR = re.compile(r"hidden_states\.view\(self\.gate_up_proj\.shape\[0\], -1,.*torch\.bmm\(", re.DOTALL)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module holds stacked weights of experts, served or not."""
+    return any(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None)
+
+
+def block_of(path: str, module: nn.Module) -> ExpertBlock | str | None:
+    """The block that a module is; the reason why its experts cannot carry adapters; None: it is none."""
+    if not is_experts(module):
+        return None
+    state, weights = module.__dict__, module._parameters
+    gated = weights.get("gate_up_proj") is not None
+    up, down = weights.get("gate_up_proj" if gated else "up_proj"), weights.get("down_proj")
+    name = type(module).__name__
+    if up is None or down is None or up.dim() != 3 or down.dim() != 3:
+        if not re.search(r"expert", f"{path.rpartition('.')[2]} {name}", re.IGNORECASE):
+            return None
+        return f"{name} keeps the weights of its experts in a form that is not known ({', '.join(weights)})"
+    if up.dtype not in _FLOATS or down.dtype not in _FLOATS:
+        return f"{name} holds experts in {up.dtype}, whose kernels have no place for a delta"
+    decorated = "is_transposed" in state and "config" in state
+    major = not decorated and expert_major(type(module))  # type: ignore[arg-type]
+    if not decorated and not major:
+        return f"{name} computes its experts in a way that is not known"
+    if decorated and bool(state.get("has_gate", True)) != gated:
+        return f"{name} says has_gate={state.get('has_gate')}, which its weights are not made for"
+    implementation = getattr(state.get("config"), "_experts_implementation", None)
+    if implementation in OPAQUE:
+        return (
+            f"its experts are computed by {implementation!r}, which has no place for a delta; "
+            "model.set_experts_implementation('grouped_mm') has"
+        )
+    transposed = major or bool(state.get("is_transposed"))
+    experts, inside, out = up.shape if transposed else (up.shape[0], up.shape[2], up.shape[1])
+    return ExpertBlock(
+        path=path,
+        gate_up="gate_up_proj" if gated else "up_proj",
+        down="down_proj",
+        experts=int(experts),
+        hidden=int(inside),
+        intermediate=int(out) // 2 if gated else int(out),
+        transposed=transposed,
+        interleaved=decorated and not state.get("is_concatenated", True),
+        has_gate=gated,
+        swapped=major,
+    )
+
+
+def router_weight(parent: nn.Module, module: nn.Module) -> torch.Tensor | None:
+    """The weight `[experts, hidden]` of a router: a module beside a block of experts that makes logits by itself."""
+    blocks = [child for child in parent._modules.values() if child is not None and is_experts(child)]
+    weight = module._parameters.get("weight")
+    if not blocks or weight is None or weight.dim() != 2 or type(module).forward is nn.Linear.forward:
+        return None
+    counts = {
+        parameter.shape[0] for block in blocks for parameter in block._parameters.values() if parameter is not None
+    }
+    return weight if weight.shape[0] in counts else None
+
+
+@functools.cache
+def expert_major(kind: type[Any]) -> bool:
+    """Whether a block is given each expert's tokens one expert after the other, instead of what the router chose."""
+    try:
+        source = inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):
+        return False
+    return _EXPERT_MAJOR.search(source) is not None

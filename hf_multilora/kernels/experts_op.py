@@ -1,0 +1,115 @@
+"""What wrapped blocks of experts call: an `ExpertsOp` for each block.
+
+On CUDA the kernels of `experts` add in place to what the base layers returned, inside of torch.compile through a
+custom op; elsewhere, and under autograd, `reference_experts` gives a new tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RoutingError
+from . import custom, reference_experts
+from .custom import HAS_TRITON, TRITON_DTYPES, runs_triton
+from .ops import Workspace
+
+if HAS_TRITON:
+    from . import experts as kernels
+    from . import launch
+
+Projection = tuple[int, int, int, int]  # site, first column, columns from one to the next, how many
+
+
+class Pairs:
+    """Tokens and the experts that they were sent to, in the order of a block's products.
+
+    Args:
+        tokens, experts: int64 `[S]` each.
+        count: tokens in all; the rows of the batch one after the other.
+        row_slots, rows: as for `ops.LinearOp`.
+    """
+
+    __slots__ = ("buckets", "count", "experts", "row_slots", "rows", "tokens")
+
+    def __init__(self, tokens: Tensor, experts: Tensor, count: int, row_slots: Tensor, rows: int) -> None:
+        if rows and count % rows:
+            raise RoutingError(f"{count} tokens do not divide into {rows} rows.")
+        self.tokens, self.experts, self.count, self.row_slots, self.rows = tokens, experts, count, row_slots, rows
+        self.buckets: Any = None
+
+
+class ExpertsOp:
+    """The LoRA branch of a block of experts.
+
+    Args:
+        data, meta, floats, slot_elems, zero_off: the arena, as for `reference.lora_linear`.
+        up, down: the projections into and out of the experts.
+        experts: how many there are.
+        max_rank: largest rank that a slot may hold at these layers.
+    """
+
+    def __init__(
+        self,
+        data: Tensor,
+        meta: Tensor,
+        floats: Tensor,
+        slot_elems: int,
+        zero_off: int,
+        up: Sequence[Projection],
+        down: Sequence[Projection],
+        experts: int,
+        max_rank: int,
+        workspace: Workspace,
+    ) -> None:
+        self.data, self.meta, self.slot_elems, self.zero_off = data, meta, slot_elems, zero_off
+        self.up, self.down, self.experts, self.workspace = tuple(up), tuple(down), experts, workspace
+        self.key = custom.register(self)
+        if HAS_TRITON and data.is_cuda and data.dtype in TRITON_DTYPES:
+            counters = workspace.counters(meta.shape[0], data.device)
+            self.arena = launch.Arena(data, meta, floats, counters, slot_elems, max_rank)
+
+    def pairs(self, tokens: Tensor, experts: Tensor, count: int, row_slots: Tensor, rows: int) -> Pairs:
+        return Pairs(tokens, experts, count, row_slots, rows)
+
+    def __call__(self, y: Tensor, x: Tensor, pairs: Pairs, *, up: bool) -> Tensor:
+        """`y [S, N]` with the deltas of x `[S, K]`, both in the order of the pairs; y itself on CUDA, where it can."""
+        if y.shape[0] == 0 or pairs.rows == 0:
+            return y
+        if torch.compiler.is_dynamo_compiling():
+            experts_(y, x, pairs.tokens, pairs.experts, pairs.row_slots, pairs.count, pairs.rows, self.key, up)
+            return y
+        return self.add(y, x, pairs, up)
+
+    def add(self, y: Tensor, x: Tensor, pairs: Pairs, up: bool) -> Tensor:
+        projections = self.up if up else self.down
+        if runs_triton(y, self.data) and not y.requires_grad and y.is_contiguous():
+            rows = launch.Rows(pairs.row_slots, None, pairs.rows)
+            source = x if x.is_contiguous() else x.contiguous()
+            with torch.cuda.device(y.device):
+                pairs.buckets = kernels.launch_experts(
+                    y, source, None, pairs.tokens, pairs.experts, self.arena, rows, pairs.count, projections,
+                    self.experts, pairs.buckets,
+                )  # fmt: skip
+            return y
+        slots = pairs.row_slots.view(-1)[: pairs.rows]
+        arena = (self.data, self.meta, slots, pairs.rows, projections, self.slot_elems, self.zero_off, self.experts)
+        return reference_experts.lora_experts(y, x, None, pairs.tokens, pairs.experts, pairs.count, *arena)
+
+
+@torch.library.custom_op("hf_multilora::lora_experts_", mutates_args=("y",))
+def experts_(
+    y: Tensor, x: Tensor, tokens: Tensor, experts: Tensor, row_slots: Tensor, count: int, rows: int, key: int, up: bool
+) -> None:
+    """`ExpertsOp.add` in place, on any device."""
+    out = custom.named(key).add(y, x, Pairs(tokens, experts, count, row_slots, rows), up)
+    if out is not y:
+        y.copy_(out)
+
+
+@experts_.register_fake
+def _(*args: Any) -> None:
+    return None

@@ -1,0 +1,159 @@
+"""Wrapper of blocks of experts: stacked weights of which each token uses a few.
+
+The base's part is computed as the bare model would, by the implementation that its config names (generate() swaps
+grouped products for batched ones while it decodes); the delta of gate and up comes before the activation, that of down
+before the router's weights. A block whose tokens have no adapter on it runs the base's own forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+from transformers.integrations.moe import _batched_linear, _grouped_linear
+
+from ..blocks import SERVED
+from ..errors import ModelError
+from ..rows import RowState
+from .base import LoraLayer
+from .saved import run_with, select
+
+
+class LoraExperts(LoraLayer):
+    """y = sum over a token's experts of w * (down + delta)(act((gate_up + delta)(x))).
+
+    Args:
+        x: `[tokens, hidden]`, rows of the batch one after the other.
+        index: int64 `[tokens, k]`, the experts of each token.
+        weights: `[tokens, k]`, their weights.
+
+    Returns:
+        `[tokens, hidden]`: tokens of rows without an adapter get the bits of the bare model where that gives a row the
+        same bits whatever its neighbours are (`batched_mm`; grouped products do not).
+
+    Raises:
+        ModelError: an implementation that has no place for a delta.
+    """
+
+    kind = "experts"
+    _word = True
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        routing = self._routing
+        state: Any = routing.state
+        if state is None:
+            return self._base(args, kwargs)
+        if is_dynamo_compiling():
+            if not routing.serving(self._path) or (self._word and not routing.words):
+                return self._base(args, kwargs)
+            x = _inputs(args, kwargs)[0]
+            return self._mixed(args, kwargs, routing.static, routing.compiled_rows(self._rows_of(x), True, self._path))
+        if isinstance(state, RowState):
+            return self._own(args, kwargs, state)
+        y = self._base(args, kwargs)
+        served: torch.Tensor = state.serve(lambda: self.forward(*args, **kwargs), y, self._path)
+        return served
+
+    def _base(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
+        y: torch.Tensor = self.base_layer.forward(*args, **kwargs)
+        return y
+
+    def _own(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: RowState) -> torch.Tensor:
+        saved = state.saved.get(self._path, ())
+        adapted = not self._sites.isdisjoint(state.touched)
+        if not adapted and not saved:
+            return self._base(args, kwargs)
+        x = _inputs(args, kwargs)[0]
+        fitted = self._fitted(state, self._rows_of(x), True)
+        y = self._mixed(args, kwargs, fitted.tensor, fitted.rows) if adapted else self._base(args, kwargs)
+        for own in saved:
+            y = select(fitted, own.slot, run_with(self.base_layer, own, args, kwargs), y)
+        return y
+
+    def _rows_of(self, x: torch.Tensor) -> torch.Size:
+        return x.shape
+
+    def _mixed(self, args: Sequence[Any], kwargs: dict[str, Any], row_slots: torch.Tensor, rows: int) -> torch.Tensor:
+        x, index, weights = _inputs(args, kwargs)
+        base: Any = self.base_layer
+        how = base.config._experts_implementation or "eager"
+        if how not in SERVED or getattr(base, "_is_expert_parallel", False):
+            what = f"{how!r}" if how not in SERVED else "expert parallelism"
+            raise ModelError(
+                f"{self._path}: an adapter of this batch trained experts, and {what} has no place for its part. Use "
+                "model.set_experts_implementation('grouped_mm'), or leave these adapters out."
+            )
+        count, chosen = x.shape[0], index.shape[-1]
+        experts, scale = index.reshape(-1), weights.reshape(-1)
+        biases = base.has_bias
+        up_name = "gate_up_proj" if base.has_gate else "up_proj"
+        order: torch.Tensor | None = None
+        if how == "batched_mm":
+            tokens = torch.arange(count, device=x.device).repeat_interleave(chosen)
+            picked = experts.clamp(0, base.num_experts - 1)
+
+            def linear(source: torch.Tensor, name: str) -> torch.Tensor:
+                bias = getattr(base, f"{name}_bias")[picked] if biases else None
+                return _batched_linear(source, getattr(base, name)[picked], bias, base.is_transposed)
+
+            source = x.repeat_interleave(chosen, dim=0)
+        else:
+            experts, order = torch.sort(experts)
+            tokens = order // chosen
+            source, scale = x[tokens], scale[order]
+            edges = torch.arange(1, base.num_experts + 1, device=x.device)
+            ends = torch.searchsorted(experts, edges).to(torch.int32)
+
+            def linear(source: torch.Tensor, name: str) -> torch.Tensor:
+                bias = getattr(base, f"{name}_bias")[experts] if biases else None
+                return _grouped_linear(source, getattr(base, name), ends, bias, base.is_transposed)
+
+        pairs = self._op.pairs(tokens, experts, count, row_slots, rows)
+        y = self._op(linear(source, up_name), source, pairs, up=True)
+        inner = base._apply_gate(y) if base.has_gate else base.act_fn(y)
+        y = self._op(linear(inner, "down_proj"), inner, pairs, up=False)
+        if getattr(base, "has_post_expert_norm", False):
+            y = base.post_expert_norm(y)
+        y = y * scale.unsqueeze(-1)
+        if order is not None:
+            back = torch.empty_like(order)
+            back[order] = torch.arange(order.shape[0], device=order.device)
+            y = y[back]
+        return y.view(count, chosen, -1).sum(dim=1).to(x.dtype)
+
+
+class LoraExpertMajor(LoraExperts):
+    """Blocks that are given all tokens for each expert, one expert after the other, scaled by the router before.
+
+    Args:
+        x: `[experts * tokens, hidden]`.
+    """
+
+    def _rows_of(self, x: torch.Tensor) -> torch.Size:
+        return torch.Size((x.shape[0] // self.base_layer.num_experts, *x.shape[1:]))  # type: ignore[operator,arg-type]
+
+    def _mixed(self, args: Sequence[Any], kwargs: dict[str, Any], row_slots: torch.Tensor, rows: int) -> torch.Tensor:
+        base: Any = self.base_layer
+        x = (*args, *kwargs.values())[0].view(base.gate_up_proj.shape[0], -1, base.hidden_size)
+        experts, count, hidden = x.shape
+        tokens = torch.arange(count, device=x.device).repeat(experts)
+        of = torch.arange(experts, device=x.device).repeat_interleave(count)
+        pairs = self._op.pairs(tokens, of, count, row_slots, rows)
+        y = torch.bmm(x, base.gate_up_proj).view(experts * count, -1)
+        y = self._op(y, x.reshape(-1, hidden), pairs, up=True)
+        gate, up = y.view(experts, count, -1).chunk(2, dim=-1)
+        inner = up * base.act_fn(gate)
+        y = torch.bmm(inner, base.down_proj).view(experts * count, hidden)
+        return self._op(y, inner.reshape(experts * count, -1), pairs, up=False)
+
+
+def _inputs(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What a block is called with, in order, whatever its parameters are called."""
+    return (*args, *kwargs.values())
+
+
+def wrapper_of(module: nn.Module) -> type[LoraExperts]:
+    return LoraExperts if "is_transposed" in module.__dict__ else LoraExpertMajor
