@@ -1,0 +1,169 @@
+"""Mixtures of experts: adapters in every format, on attention alone, and base rows, in one batch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from moe_bed import FAMILIES, VOCAB, Adapter, bare, made, merged, three_d, two_d
+
+from hf_multilora import disable_multilora, enable_multilora
+from hf_multilora.errors import ModelError, SlotError, UnsupportedAdapterError
+
+# name -> (adapter, how its file is written)
+FORMATS = {"2-D": two_d, "3-D": three_d}
+ROWS: list[str | None] = ["3-D", None, "2-D", "shared outer", "attention", "all", None]
+
+
+@cache
+def adapters(family: str) -> dict[str, tuple[Adapter, Any]]:
+    beside = "3-D" if family in ("llama4", "gpt_oss") else "2-D"
+    found = {
+        "3-D": (made(family, 3, 1, "experts"), "3-D"),
+        "2-D": (made(family, 4, 2, "experts"), beside),
+        "shared outer": (made(family, 6, 3, "experts", shared=True), beside),
+        "attention": (made(family, 2, 4, "attention"), beside),
+        "all": (made(family, 5, 5, "experts", "attention", "router", "shared"), beside),
+    }
+    return {name: (adapter, FORMATS[how](family, adapter)) for name, (adapter, how) in found.items()}
+
+
+def enabled(family: str, implementation: str = "batched_mm", **options: Any) -> Any:
+    options = {"max_loras": 5, "max_lora_rank": 8, "slot_bytes": 4 << 20, **options}
+    model = enable_multilora(bare(family, implementation), **options)
+    for name, (_, (tensors, config)) in adapters(family).items():
+        model.multilora.load(dict(tensors), name, config=config)
+    return model
+
+
+@cache
+def batch(tokens: int, rows: int = len(ROWS)) -> dict[str, torch.Tensor]:
+    """Prompts, left-padded by different lengths."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(3, VOCAB, (rows, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : min(row % 3, tokens - 1)] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: int, **ids: Any) -> torch.Tensor:
+    return model(**batch(tokens), **ids).logits
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_row_is_its_adapter_merged(family, implementation):
+    model = enabled(family, implementation)
+    for tokens in (4, 20):
+        got, plain = logits(model, tokens, adapter_ids=ROWS), logits(bare(family, implementation), tokens)
+        for row, name in enumerate(ROWS):
+            kept = batch(tokens)["attention_mask"][row].bool()
+            if name is None:
+                if implementation == "batched_mm" or family == "llama4":
+                    assert torch.equal(got[row], plain[row])
+                else:
+                    torch.testing.assert_close(got[row][kept], plain[row][kept], rtol=1e-6, atol=2e-6)
+                continue
+            want = logits(merged(family, adapters(family)[name][0], implementation), tokens)[row]
+            assert (want - plain[row])[kept].abs().max() > 0.1, "an adapter that changes nothing would prove nothing"
+            torch.testing.assert_close(got[row][kept], want[kept], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_merged_weights(family):
+    model, options = enabled(family), {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    got = model.generate(**batch(5), **options, adapter_ids=ROWS)
+    for name in dict.fromkeys(ROWS):
+        adapter = None if name is None else adapters(family)[name][0]
+        want = merged(family, adapter).generate(**batch(5), **options)
+        for row in [row for row, id in enumerate(ROWS) if id == name]:
+            assert got[row].tolist() == want[row].tolist(), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4"])
+def test_neighbours_change_no_bit(family):
+    model = enabled(family)
+    for tokens in (1, 3, 18):
+        for row, name in enumerate(ROWS):
+            if name is None:
+                continue
+            alone: list[str | None] = [None] * len(ROWS)
+            alone[row] = name
+            assert torch.equal(
+                logits(model, tokens, adapter_ids=alone)[row], logits(model, tokens, adapter_ids=ROWS)[row]
+            )
+
+
+def test_poison_stays_in_its_rows():
+    model = enabled("qwen3_moe", max_loras=6)
+    tensors, config = adapters("qwen3_moe")["all"][1]
+    bad = {name: torch.full_like(tensor, float("nan")) for name, tensor in tensors.items()}
+    model.multilora.load(bad, "nan", config=config)
+    want = logits(model, 5, adapter_ids=ROWS)
+    got = logits(model, 5, adapter_ids=["3-D", "nan", *ROWS[2:]])
+    assert got[1].isnan().any()
+    keep = [0, *range(2, len(ROWS))]
+    assert torch.equal(got[keep], want[keep])
+
+
+def test_mixes_and_orders():
+    model = enabled("mixtral")
+    mix = {"3-D": 0.5, "shared outer": -1.5}
+    got = logits(model, 4, adapter_ids=[mix, *ROWS[1:]])
+    parts = [adapters("mixtral")[name][0] for name in mix]
+    both = merged("mixtral", None)
+    plain = [dict(model_.named_parameters()) for model_ in (merged("mixtral", part) for part in parts)]
+    with torch.no_grad():
+        for name, parameter in both.named_parameters():
+            base = parameter.clone()
+            for weight, one in zip(mix.values(), plain, strict=True):
+                parameter.add_(weight * (one[name] - base))
+    torch.testing.assert_close(got[0], logits(both, 4)[0], rtol=1e-5, atol=1e-5)
+    turned = logits(model, 4, adapter_ids=list(reversed(ROWS)))
+    same = ROWS.index("attention")
+    if ROWS[-1 - same] == "attention":
+        assert torch.equal(turned[same], got[same])
+
+
+def test_a_slot_of_the_usual_size_refuses_experts_by_their_bytes():
+    model = enable_multilora(bare("qwen3_moe"), max_loras=2, max_lora_rank=4)
+    tensors, config = adapters("qwen3_moe")["attention"][1]
+    model.multilora.load(dict(tensors), "attention", config=config)
+    tensors, config = adapters("qwen3_moe")["3-D"][1]
+    with pytest.raises(SlotError, match=r"slot_bytes.*experts"):
+        model.multilora.load(dict(tensors), "3-D", config=config)
+    estimate = (
+        model.multilora.estimate_memory(slot_bytes=4 << 20) if hasattr(model.multilora, "estimate_memory") else None
+    )
+    if estimate is not None:
+        assert any("experts" in name for name in estimate["largest"])
+
+
+def test_an_implementation_without_a_place_for_deltas():
+    model = enabled("qwen3_moe")
+    model.config._experts_implementation = "deepgemm"
+    for layer in model.model.layers:
+        layer.mlp.experts.config._experts_implementation = "deepgemm"
+    with pytest.raises(ModelError, match="deepgemm"):
+        logits(model, 4, adapter_ids=ROWS)
+    opaque = bare("qwen3_moe")
+    opaque.config._experts_implementation = "deepgemm"
+    refused = enable_multilora(opaque, max_loras=2, max_lora_rank=8, slot_bytes=4 << 20)
+    tensors, config = adapters("qwen3_moe")["3-D"][1]
+    with pytest.raises(UnsupportedAdapterError, match="deepgemm"):
+        refused.multilora.load(dict(tensors), "3-D", config=config)
+    tensors, config = adapters("qwen3_moe")["attention"][1]
+    refused.multilora.load(dict(tensors), "attention", config=config)
+
+
+def test_disable_restores():
+    want = logits(bare("deepseek_v3"), 4)
+    model = enabled("deepseek_v3")
+    classes = {name: type(module) for name, module in bare("deepseek_v3").named_modules()}
+    disable_multilora(model)
+    assert {name: type(module) for name, module in model.named_modules()} == classes
+    assert torch.equal(logits(model, 4), want)
