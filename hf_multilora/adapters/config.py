@@ -45,6 +45,8 @@ class AdapterSpec:
         token_indices: layer name -> tokens whose rows were trained; under "" those of the input embedding.
         rank_pattern, alpha_pattern: per-module exceptions.
         target_modules, exclude_modules, layers_to_transform, layers_pattern: which modules PEFT wrapped in training.
+        target_parameters: parameters (of experts, of routers) that PEFT wrapped, as endings of their names.
+        expert_first: in lora_B of stacked experts the expert is the slower index (as older Unsloth trained it).
         modules_to_save: modules that the adapter claims to replace as a whole.
         base_model, task_type, peft_version: as the file says; None where it does not.
         ignored: fields that are set but change nothing at inference.
@@ -68,6 +70,8 @@ class AdapterSpec:
     exclude_modules: str | tuple[str, ...] | None = None
     layers_to_transform: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
+    target_parameters: tuple[str, ...] = ()
+    expert_first: bool = False
     modules_to_save: tuple[str, ...] = ()
     base_model: str | None = None
     task_type: str | None = None
@@ -78,6 +82,10 @@ class AdapterSpec:
     def rank(self, name: str) -> int:
         """The rank of the module that was called `name` in training."""
         return int(self.rank_pattern.get(name, self.r))
+
+    def chooses_parameter(self, name: str) -> bool:
+        """Whether target_parameters names this parameter: as a whole, or by the end of its name."""
+        return any(name == key or name.endswith(f".{key}") for key in self.target_parameters)
 
     def scaling(self, name: str, rank: int) -> float:
         """alpha / rank or alpha / sqrt(rank) of the module that was called `name` in training."""
@@ -160,6 +168,8 @@ def parse_config(config: Mapping[str, Any], where: str) -> AdapterSpec:
         exclude_modules=values.selector(config, "exclude_modules", where),
         layers_to_transform=values.layers(config, where),
         layers_pattern=values.expressions(config, "layers_pattern", where),
+        target_parameters=values.names(config, "target_parameters", where),
+        expert_first=_expert_first(config, where),
         modules_to_save=values.expressions(config, "modules_to_save", where),
         base_model=values.text(config, "base_model_name_or_path"),
         task_type=values.text(config, "task_type"),
@@ -251,3 +261,14 @@ def _blocks(config: Mapping[str, Any], where: str) -> int:
     if config.get("use_qalora"):
         raise UnsupportedAdapterError(f"{where}: use_bdlora and use_qalora: PEFT does not combine them.")
     return n
+
+
+def _expert_first(config: Mapping[str, Any], where: str) -> bool:
+    """Unsloth's note on the columns of lora_B in stacked experts; without it they are PEFT's."""
+    layouts = {"rank_major": False, "grouped_by_expert": True}
+    value = config.get("lora_B_layout") or "rank_major"
+    if value not in layouts:
+        raise UnsupportedAdapterError(
+            f"{where}: lora_B_layout={values.short(value)}: unknown. Known are {', '.join(map(repr, layouts))}."
+        )
+    return layouts[value]

@@ -67,18 +67,23 @@ def to_factors(
     where, parts = checkpoint.where, base.table.parts[pair.path]
     width = parts[-1].stop
     for key in (pair.a, pair.b):
-        _check_matrix(key, checkpoint.infos[key.name], where)
+        check_matrix(key, checkpoint.infos[key.name], where)
     target = base.table.targets[parts[0].path]
     _check_kind(pair, target.kind, where)
+    if target.transposed and spec.chooses_parameter(f"{pair.trained}.weight"):
+        raise UnsupportedAdapterError(
+            f"{where}: {pair.a.name}: target_parameters on the weight of a Conv1D ([in, out]), whose factors PEFT "
+            "applies the other way round, is not served. Train it with target_modules."
+        )
     if spec.altered:
         check_altered(spec, base, parts, pair.trained)
     a, b, how = expanded(spec, pair.ref(checkpoint, "a"), pair.ref(checkpoint, "b"), target.in_features)
-    _check_shapes(pair, a.shape, b.shape, target.in_features, width, base.table, where)
+    check_shapes(pair, a.shape, b.shape, target.in_features, width, base.table, where)
     rank = a.shape[0]
     for vector in (pair.magnitude, pair.b_bias):
         if vector is not None:
             _check_vector(vector, checkpoint.infos[vector.name], width, where)
-    name = _checked_name(pair, rank, spec, where)
+    name = checked_name(pair, rank, spec, where)
     scaling = spec.scaling(name, rank)
     b = with_diagonal(b, _diagonal(pair, rank, checkpoint))
     # a weight in the file is the altered one already
@@ -170,7 +175,7 @@ def merged(pair: Pair, item: SavedParam, checkpoint: Checkpoint, spec: AdapterSp
     where = checkpoint.where
     embedding = pair.a.role == "embedding_A"
     for key in (pair.a, pair.b):
-        _check_matrix(key, checkpoint.infos[key.name], where)
+        check_matrix(key, checkpoint.infos[key.name], where)
     parts, saved = base.table.parts[pair.path], item.ref
     if any(part.path != pair.path for part in parts):
         raise UnsupportedAdapterError(
@@ -193,7 +198,7 @@ def merged(pair: Pair, item: SavedParam, checkpoint: Checkpoint, spec: AdapterSp
         raise UnsupportedAdapterError(f"{where}: {pair.b_bias.name}: a bias of B on a layer whose weight is saved.")
     if pair.magnitude is not None:
         _check_vector(pair.magnitude, checkpoint.infos[pair.magnitude.name], b.shape[0], where)
-    scaling = spec.scaling(_checked_name(pair, a.shape[0], spec, where), a.shape[0])
+    scaling = spec.scaling(checked_name(pair, a.shape[0], spec, where), a.shape[0])
     b = with_diagonal(b, _diagonal(pair, a.shape[0], checkpoint))
 
     def compute() -> torch.Tensor:
@@ -215,7 +220,7 @@ def with_update(rows: TokenRows, pair: Pair, checkpoint: Checkpoint, spec: Adapt
     The factors were checked before.
     """
     a, b = pair.ref(checkpoint, "a"), pair.ref(checkpoint, "b")
-    scaling = spec.scaling(_checked_name(pair, a.shape[0], spec, checkpoint.where), a.shape[0])
+    scaling = spec.scaling(checked_name(pair, a.shape[0], spec, checkpoint.where), a.shape[0])
 
     def compute() -> torch.Tensor:
         up = b.read()[list(rows.ids)].to("cpu", torch.float32)
@@ -240,7 +245,7 @@ def check_rows(pair: Pair, checkpoint: Checkpoint, spec: AdapterSpec) -> None:
         )
 
 
-def _check_matrix(key: Key, info: TensorInfo, where: str) -> None:
+def check_matrix(key: Key, info: TensorInfo, where: str) -> None:
     if not info.dtype.is_floating_point:
         raise AdapterFormatError(f"{where}: {key.name} has the dtype {info.dtype}: expected floating-point factors.")
     if len(info.shape) < 2 or 0 in info.shape:
@@ -271,7 +276,7 @@ def _check_kind(pair: Pair, kind: str, where: str) -> None:
         )
 
 
-def _check_shapes(
+def check_shapes(
     pair: Pair, a: tuple[int, ...], b: tuple[int, ...], width_in: int, width_out: int, table: TargetTable, where: str
 ) -> None:
     if a[0] == b[1] and (a[1], b[0]) == (width_in, width_out):
@@ -299,9 +304,15 @@ def _check_shapes(
     raise AdapterMatchError(f"{text} Is it an adapter of another base, or of another size of it?")
 
 
-def _checked_name(pair: Pair, rank: int, spec: AdapterSpec, where: str) -> str:
-    """The name under which the config's patterns speak of this module: that of training, else that of the model."""
-    for name in (pair.trained, pair.path):
+def checked_name(pair: Pair, rank: int, spec: AdapterSpec, where: str) -> str:
+    """The name under which the config's patterns speak of this module: that of training, else that of the model.
+
+    Of a parameter that target_parameters chose (a router's weight), PEFT's patterns match the whole name.
+    """
+    names = [pair.trained, pair.path]
+    if spec.chooses_parameter(f"{pair.trained}.weight"):
+        names.insert(0, f"{pair.trained}.weight")
+    for name in names:
         if spec.rank(name) == rank:
             return name
     key = spec.rank_pattern.key(pair.trained)

@@ -10,7 +10,7 @@ HONOURED = (
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "modules_to_save", "bias", "init_lora_weights", "use_dora", "lora_bias",
     "alora_invocation_tokens", "trainable_token_indices", "use_bdlora", "use_qalora", "qalora_group_size",
-    "kasa_config",
+    "kasa_config", "target_parameters", "lora_B_layout",
 )  # fmt: skip
 
 # Say where an adapter comes from.
@@ -42,7 +42,6 @@ _MEANWHILE = "Load it with PEFT meanwhile."
 
 # Change the mathematics and are not served: name -> what it is, and the next step.
 REFUSED = {
-    "target_parameters": f"LoRA on parameters (the stacked weights of MoE experts) is not served yet. {_MEANWHILE}",
     "layer_replication": "the adapter repeats layers of the base; a base that all rows share cannot grow for one "
     "of them. Load it with PEFT, alone.",
     "arrow_config": f"Arrow routes tokens over other loaded adapters, which is not served. {_MEANWHILE}",

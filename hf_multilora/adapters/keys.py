@@ -186,16 +186,14 @@ def find_renaming(trained: Iterable[str], others: Iterable[str], table: TargetTa
                 "the model's own module names."
             )
     _check_collisions(best, where)
-    known = table.known
-    prefixes = {("", "") if old == new else _prefixes(old, new) for old, new in best.items() if new in known}
-    renaming = Renaming(best, prefixes, same_model=isinstance(rule, _Architecture) or rule == _Rule("", ""))
+    prefixes = {("", "") if old == new else _prefixes(old, new) for old, new in best.items() if table.knows(new)}
+    renaming = Renaming(best, prefixes, same_model=isinstance(rule, (_Architecture, _Inner)) or rule == _Rule("", ""))
     renaming.names.update({path: rule.apply(path, table) for path in others if path not in best})
     return renaming
 
 
 def _score(names: dict[str, str], table: TargetTable) -> int:
-    known = table.known
-    return sum(name in known for name in names.values())
+    return sum(map(table.knows, names.values()))
 
 
 def _check_collisions(names: dict[str, str], where: str) -> None:
@@ -225,7 +223,7 @@ class _Rule:
     new: str
 
     def apply(self, path: str, table: TargetTable) -> str:
-        if path in table.known:
+        if table.knows(path):
             return path
         if path.startswith(self.old):
             return self.new + path[len(self.old) :]
@@ -242,13 +240,20 @@ class _Architecture(_Rule):
     """The architecture's own table of renamings; the first pattern that occurs in a name decides."""
 
     def apply(self, path: str, table: TargetTable) -> str:
-        if path in table.known:
+        if table.knows(path):
             return path
         for pattern, new in table.prefixes:
             renamed, n = re.subn(pattern, new, f"{path}.")  # the patterns are made for tensor names
             if n:
                 return renamed.removesuffix(".")
         return path
+
+
+class _Inner(_Rule):
+    """A module in the middle of names: `old` in training, `new` in the model."""
+
+    def apply(self, path: str, table: TargetTable) -> str:
+        return path if table.knows(path) else path.replace(self.old, self.new, 1)
 
 
 # Where a text model sits in a multimodal one, before and after transformers 4.52, and on its own.
@@ -260,6 +265,9 @@ def _candidates(table: TargetTable) -> Iterator[_Rule]:
         yield _Architecture("", "")
     for root in table.roots:
         yield _Rule("", f"{root}.")
+    if any(".mlp." in path for path in table.blocks) or any(".mlp." in path for path in table.refused):
+        # Mixtral and its like before transformers 5
+        yield _Inner(".block_sparse_moe.", ".mlp.")
     for old in _PLACES:
         for new in (*_PLACES, ""):
             if old != new:

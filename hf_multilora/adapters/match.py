@@ -20,6 +20,7 @@ from .checkpoint import Checkpoint, TensorRef
 from .complete import check_biases, check_whole
 from .config import AdapterSpec
 from .convert import Pair, bias_factors, check_rows, merged, to_factors, with_update
+from .experts import Experts, check_experts, expert_factors, sort_experts
 from .group import group, some
 from .keys import FACTORS, Key, Renaming, find_renaming, foreign_format, parse_keys
 from .plan import AdapterPlan, Factor, Readable
@@ -69,13 +70,15 @@ def match(
     rest = [key for key in keys if key.role in ("base", "param", "original")]
     rows = [key for key in keys if key.role == "tokens"]
     renaming = find_renaming(modules, (key.path for key in (*rest, *rows)), table, where)
+    experts = sort_experts(modules, renaming, spec, table, where)
     placed, outside = _place(modules, renaming, table, where)
+    outside.update(experts.outside)
     if outside and not ignore_untargeted:
         raise AdapterMatchError(
             f"{where}: {len(outside)} of {len(modules)} trained modules were left out by target_modules when the "
             f"model was enabled: {some(outside)}. Enable it with them, or pass ignore_untargeted=True to do without."
         )
-    if outside and not placed:
+    if outside and not placed and not experts.pairs:
         raise AdapterMatchError(f"{where}: every trained module was left out by target_modules: {some(outside)}.")
 
     vocabulary = Vocabulary.of(table)
@@ -108,11 +111,14 @@ def match(
         tokens = tuple(
             with_update(rows, pair, checkpoint, spec) if rows.path == pair.path else rows for rows in tokens
         )
+    factors += expert_factors(experts, checkpoint, spec, table, converted)
     factors += bias_factors(factors, others.biases, base)
     factors.sort(key=lambda factor: table.position[factor.path, factor.slice])
     _check_once(factors, placed, table, where)
     _check_invocation(spec, factors, others.biases, vocab_size or vocabulary.size, where)
     _check_complete(spec, renaming, table, placed, where)
+    check_experts(experts, factors, spec, renaming, table, where)
+    strangers = _unmatched(spec, modules, experts, table, renaming, where)
     _check_rank(factors, max_lora_rank, spec, where)
     return AdapterPlan(
         factors=tuple(factors),
@@ -134,7 +140,7 @@ def match(
         tokens=tokens,
         invocation=spec.invocation,
         vocab_size=vocab_size,
-        unmatched=unmatched(spec, modules),
+        unmatched=strangers,
         converted=[*others.converted, *(f"{text} ({n} x)" for text, n in converted.items())],
     )
 
@@ -169,6 +175,8 @@ def _place(
     strangers: dict[str, str] = {}
     for trained, roles in modules.items():
         path = renaming.names[trained]
+        if table.expert_place(path) is not None:
+            continue
         if path in table.parts:
             a, b = (roles[role] for role in sorted(FACTORS.intersection(roles)))
             placed.append(Pair(trained, path, a, b, roles.get("dora"), roles.get("bias_B"), roles.get("kasa")))
@@ -192,7 +200,7 @@ def _refusal(path: str, table: TargetTable) -> str | None:
             return table.refused[place]
         place = place.rpartition(".")[0]
     if ".experts." in f".{path}.":
-        return "LoRA on MoE experts is not served yet."
+        return "the model has no block of experts there that could carry an adapter."
     return None
 
 
@@ -248,6 +256,33 @@ def _check_complete(spec: AdapterSpec, renaming: Renaming, table: TargetTable, p
             "missing factor is never taken as zero. Copy or download it again; or, if it never trained them, name in "
             "target_modules only what it did."
         )
+
+
+def _unmatched(
+    spec: AdapterSpec,
+    modules: Mapping[str, object],
+    experts: Experts,
+    table: TargetTable,
+    renaming: Renaming,
+    where: str,
+) -> list[str]:
+    """What the config names and the file does not have.
+
+    Raises:
+        AdapterFormatError: that is all of target_parameters.
+    """
+    linear = [name for name in modules if table.expert_place(renaming.names[name]) is None]
+    weights = [f"{name}.weight" for name in linear]
+    names = experts.names(table)
+    found = unmatched(spec, [*linear, *filter(spec.chooses_parameter, weights), *names])
+    parameters = [*weights, *names]
+    strange = [key for key in spec.target_parameters if not any(f".{name}".endswith(f".{key}") for name in parameters)]
+    if strange and len(strange) == len(spec.target_parameters):
+        raise AdapterFormatError(
+            f"{where}: target_parameters={list(strange)}, and the file has no tensor of any of them: it is "
+            "incomplete. Copy or download it again; or, if it never trained them, set target_parameters to null."
+        )
+    return [*found, *(f"target_parameters: {key!r}" for key in strange)]
 
 
 def _check_rank(factors: list[Factor], max_lora_rank: int, spec: AdapterSpec, where: str) -> None:

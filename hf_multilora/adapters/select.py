@@ -75,13 +75,13 @@ def incomplete(
     """Modules of the model that the config chose and that have no factors in the checkpoint.
 
     Args:
-        spec: the config; without target_modules there is nothing to check.
+        spec: the config; without target_modules and target_parameters there is nothing to check.
         renaming: gives each module the name that it had in training; a place that the trained model did not have
             (a head, for an adapter of a headless model) is not missed.
         table: of the model.
         sites: (path, slice) of everything that the checkpoint trained, or that was left out on purpose.
     """
-    if not spec.target_modules:
+    if not spec.target_modules and not spec.target_parameters:
         return []
     have = set(sites)
     layout = {path.rpartition(".")[2] for path in renaming.names.values()}
@@ -89,6 +89,8 @@ def incomplete(
     selector = Selector(spec)
     missing = []
     for name, parts in table.parts.items():
+        if table.targets[parts[0].path].kind == "experts":
+            continue  # see check_experts
         if all((part.path, part.slice) in have for part in parts) or not _same_layout(name, table, layout):
             continue
         trained = renaming.trained_as(name)
@@ -98,7 +100,7 @@ def incomplete(
             # PEFT writes the choice out in full and leaves the output head out of it
             chosen = not is_head(name) and table.targets[parts[0].path].kind == "linear"
         else:
-            chosen = selector.surely_matches(trained)
+            chosen = selector.surely_matches(trained) or spec.chooses_parameter(f"{trained}.weight")
         if chosen:
             missing.append(name)
     return missing

@@ -28,9 +28,9 @@ class Target:
 
     Args:
         path: module path in the model, such as "model.layers.0.self_attn.q_proj".
-        kind: "linear" (nn.Linear, Conv1D and their subclasses), "embedding", or "experts": one projection of a block of
-            experts, whose weights are one stacked parameter. Its path is that of the block and the projection's own
-            name, "model.layers.0.mlp.experts.gate_proj" (up_proj, down_proj), whatever the parameter is called.
+        kind: "linear" (nn.Linear, Conv1D and their subclasses), "embedding", or "experts": one projection of a
+            block of experts, whose weights are stacked parameters. Its path is that of the block and the name of the
+            projection, "model.layers.0.mlp.experts.gate_proj" (up_proj, down_proj), whatever the parameter's name is.
         in_features: width of the input; for an embedding the rows of its table.
         out_features: width of the output.
         slices: for layers that fuse several projections, (name, width) of each in the order of the output's
@@ -66,6 +66,79 @@ class Target:
 
 
 @dataclass(frozen=True)
+class ExpertBlock:
+    """A block of experts, whose weights are stacked in one parameter for gate and up, and one for down.
+
+    Args:
+        path: of the block.
+        gate_up, down: names of its parameters; "up_proj" where there is no gate.
+        experts, hidden, intermediate: how many there are, and their widths.
+        transposed: the parameters are [E, in, out] rather than [E, out, in].
+        interleaved: gate and up alternate in the output, where otherwise up follows all of gate.
+        has_gate: whether there is a gate.
+        swapped: PEFT takes the parameters for [E, out, in], though they are transposed, since nothing says so.
+    """
+
+    path: str
+    gate_up: str
+    down: str
+    experts: int
+    hidden: int
+    intermediate: int
+    transposed: bool = False
+    interleaved: bool = False
+    has_gate: bool = True
+    swapped: bool = False
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Last names of its targets."""
+        return ("gate_proj", "up_proj", "down_proj") if self.has_gate else ("up_proj", "down_proj")
+
+    def rows_of(self, name: str) -> list[tuple[str, tuple[int, int, int]]]:
+        """The projections in the output of "gate_up_proj", "gate_proj", "up_proj" or "down_proj".
+
+        Each with its (start, stop, step) of the rows of B; (0, 0, 1): all.
+        """
+        if name != "gate_up_proj":
+            return [(name, (0, 0, 1))]
+        half, wide = self.intermediate, 2 * self.intermediate
+        if self.interleaved:
+            return [("gate_proj", (0, wide, 2)), ("up_proj", (1, wide, 2))]
+        return [("gate_proj", (0, half, 1)), ("up_proj", (half, wide, 1))]
+
+
+# What a checkpoint with a matrix for each expert calls a projection: names of its own, or of Mixtral's kind.
+EXPERT_NAMES = {
+    "gate_proj": "gate_proj",
+    "up_proj": "up_proj",
+    "down_proj": "down_proj",
+    "gate_up_proj": "gate_up_proj",
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
+}
+# The same, where the expert's number comes last (GPT-OSS in bitsandbytes' four bits).
+_LISTED_NAMES = {"gate_up_projs": "gate_up_proj", "down_projs": "down_proj"}
+
+
+@dataclass(frozen=True)
+class ExpertPlace:
+    """What a module name means inside of a block of experts.
+
+    Args:
+        block: path of the block.
+        name: "": the parameter on the outside; "base_layer": the one inside of it (PEFT nests them); else a
+            projection, "gate_proj", "up_proj", "down_proj" or, of gate and up together, "gate_up_proj".
+        expert: which one; None: all of them.
+    """
+
+    block: str
+    name: str
+    expert: int | None = None
+
+
+@dataclass(frozen=True)
 class Part:
     """A stretch of output rows that belongs to one site: rows [start, stop) of a checkpoint's B."""
 
@@ -89,6 +162,7 @@ class TargetTable:
         prefixes: regex renamings (pattern, replacement) from older checkpoint names of this architecture.
         parameters: name of every parameter of the model -> its shape.
         tied: names of parameters that share their storage with another one.
+        blocks: blocks of experts by their paths.
     """
 
     targets: dict[str, Target]
@@ -100,6 +174,7 @@ class TargetTable:
     prefixes: tuple[tuple[str, str], ...] = ()
     parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tied: frozenset[str] = frozenset()
+    blocks: Mapping[str, ExpertBlock] = field(default_factory=dict)
 
     @cached_property
     def parts(self) -> dict[str, tuple[Part, ...]]:
@@ -141,6 +216,37 @@ class TargetTable:
     def known(self) -> frozenset[str]:
         """Every name that means a layer here: carried, left out or refused, in either layout."""
         return frozenset(self.parts).union(self.left_out, self.refused)
+
+    def knows(self, name: str) -> bool:
+        """Whether a name means a layer here, or something of a block of experts."""
+        return name in self.known or self.expert_place(name) is not None
+
+    def expert_place(self, name: str) -> ExpertPlace | None:
+        """What a name means inside of a block of experts, one that carries adapters or one that is refused."""
+        blocks = self._expert_blocks
+        if name in blocks:
+            return ExpertPlace(name, "")
+        head, _, last = name.rpartition(".")
+        if head in blocks:
+            # the projection of all experts at once: a target, or a stack under its name
+            inside = last == "base_layer" or last in EXPERT_NAMES
+            return ExpertPlace(head, EXPERT_NAMES.get(last, last)) if inside else None
+        block, _, middle = head.rpartition(".")
+        if block not in blocks:
+            return None
+        if middle.isdecimal() and last in EXPERT_NAMES:
+            return ExpertPlace(block, EXPERT_NAMES[last], int(middle))
+        if last.isdecimal() and middle in _LISTED_NAMES:
+            return ExpertPlace(block, _LISTED_NAMES[middle], int(last))
+        return ExpertPlace(block, f"{middle}.{last}") if middle == last == "base_layer" else None
+
+    @cached_property
+    def _expert_blocks(self) -> frozenset[str]:
+        """Blocks that the table describes, and those that it refuses, as a whole or by projection."""
+        named = {path for path in self.refused if path.rpartition(".")[2] == "experts"}
+        heads = (path.rpartition(".")[0] for path in self.refused if path.rpartition(".")[2] in EXPERT_NAMES)
+        named.update(head for head in heads if head.rpartition(".")[2] == "experts")
+        return frozenset(named.union(self.blocks))
 
     @cached_property
     def roots(self) -> tuple[str, ...]:

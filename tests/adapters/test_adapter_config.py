@@ -59,7 +59,7 @@ def test_defaults() -> None:
 
 
 REFUSALS = [
-    ("target_parameters", ["experts.gate_up_proj"], "experts"),
+    ("lora_B_layout", "sideways", "rank_major"),
     ("layer_replication", [[0, 2], [1, 3]], "repeats layers"),
     ("arrow_config", {"top_k": 2}, "Arrow"),
     ("enable_lora", [True, False, True], "MergedLinear"),

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 import torch
 from adapter_bed import H, V, factors, gpt2, llama, phi3, save, table
+from experts_bed import block, hand, moe_table, three_d
 from peft.tuners.tuners_utils import check_target_module_exists
 
 from hf_multilora.adapters.load import load_plan
-from hf_multilora.adapters.targets import TargetTable
+from hf_multilora.adapters.targets import Target, TargetTable
 from hf_multilora.errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError
 
 WILD = Path(__file__).parents[1] / "data" / "wild_configs"
@@ -75,12 +76,24 @@ hybrid = linears(
     layers="model.language_model.layers",
 )
 unet = linears("attn1.to_q", "attn1.to_k", "attn1.to_v", "attn1.to_out.0", layers="mid_block", embeddings=(), heads=())
-EXPERTS = {f"model.layers.{i}.mlp.experts": "LoRA on MoE experts is not served yet." for i in range(2)}
-mixtral = linears(*(f"self_attn.{name}_proj" for name in "qkvo"), refused=EXPERTS)
+EXPERTS = {
+    f"model.layers.{i}.mlp.experts": block(f"model.layers.{i}.mlp.experts", experts=2, hidden=H, intermediate=H)
+    for i in range(2)
+}
+
+
+def mixtral() -> TargetTable:
+    made = linears(*(f"self_attn.{name}_proj" for name in "qkvo"), "mlp.gate", blocks=EXPERTS)()
+    for path, item in EXPERTS.items():
+        targets = [Target(f"{path}.{name}", "experts", H, H, experts=2) for name in item.projections]
+        made.targets.update({target.path: target for target in targets})
+    return made
+
+
 old_mixtral = linears(
     *(f"self_attn.{name}_proj" for name in "qkvo"),
     "block_sparse_moe.gate",
-    *(f"block_sparse_moe.experts.0.w{i}" for i in (1, 2, 3)),
+    *(f"block_sparse_moe.experts.{e}.w{i}" for e in range(2) for i in (1, 2, 3)),
 )
 qwen2vl_text = {"layers": "model.language_model.layers", "embeddings": ("model.language_model.embed_tokens",)}
 
@@ -118,6 +131,13 @@ def paths(plan) -> set[str]:
     return {factor.path for factor in plan.factors}
 
 
+def has_experts(plan) -> bool:
+    return sum(factor.a.shape[0] == 2 for factor in plan.factors if factor.kind == "experts") == 6
+
+
+STACKED = {}
+for i in range(2):
+    STACKED |= three_d(hand(i, r=16), block(f"model.layers.{i}.mlp.experts"))
 HEAD = {("classifier", "weight"), ("classifier", "bias")}
 SCORE = {"base_model.model.score.weight": torch.ones(1, H)}
 EMBED = {"base_model.model.model.embed_tokens.weight": torch.ones(V, H)}
@@ -163,7 +183,11 @@ CASES = {
             and {(f.rank, f.scaling) for f in plan.factors if "up_proj" not in f.path} == {(8, 4.0)}
         ),
     ),
-    "44_quoted_target_parameters_moe_regex": refused("target_parameters"),
+    "44_quoted_target_parameters_moe_regex": Case(
+        moe_table,
+        extra=STACKED,
+        check=lambda plan: sum(f.kind == "experts" and f.rank == 16 for f in plan.factors) == 6,
+    ),
     "46_quoted_trainable_token_rows_both_ends": refused("trainable_token_indices.*no rows", AdapterFormatError),
     "47_quoted_targets_include_lm_head_embed": Case(
         check=lambda plan: {"lm_head", "model.embed_tokens"} < paths(plan)
@@ -174,7 +198,7 @@ CASES = {
     "51_doc_layer_replication": refused("layer_replication"),
     "52_doc_alora_invocation": Case(check=lambda plan: plan.invocation == (2,)),
     "54_doc_lora_bias_true": refused("lora_bias=true.*the bias of B", AdapterFormatError),
-    "60_made_mixtral_pre_v5_experts": refused("experts", model=mixtral, trained=old_mixtral),
+    "60_made_mixtral_pre_v5_experts": Case(mixtral, old_mixtral, check=has_experts),
     "62_made_peft02_mergedlinear_enable_lora_list": refused("enable_lora", model=gpt2),
     "70_foreign_no_peft_type": refused("not a PEFT LoRA", AdapterFormatError),
     "71_foreign_mlx_v1": refused("MLX adapter.*lora_alpha = scale", AdapterFormatError),
@@ -182,8 +206,8 @@ CASES = {
     "74_made_adalora": refused("peft_type='ADALORA'"),
     "76_foreign_git_lfs_pointer": refused("git lfs pull", AdapterFormatError),
     "77_made_truncated": refused("adapter_config.json: the file is cut off", AdapterFormatError),
-    "80_hub_mixtral_fan_in_fan_out_null": refused("experts", model=mixtral, trained=old_mixtral),
-    "82_hub_mixtral_lm_head_lora": refused("experts", model=mixtral, trained=old_mixtral),
+    "80_hub_mixtral_fan_in_fan_out_null": Case(mixtral, old_mixtral, check=has_experts),
+    "82_hub_mixtral_lm_head_lora": Case(mixtral, old_mixtral, check=has_experts),
     "84_hub_gpt2_conv1d_flag_true": Case(gpt2),
     "86_hub_falcon40b_enable_lora_null": Case(fused_heads),
     "87_hub_falcon_init_false": refused(
@@ -215,9 +239,6 @@ CASES = {
 }
 # Accepted as soon as the tensors that need a later feature are not there.
 ALSO = {
-    "60_made_mixtral_pre_v5_experts": ("block_sparse_moe", mixtral),
-    "80_hub_mixtral_fan_in_fan_out_null": ("block_sparse_moe", mixtral),
-    "82_hub_mixtral_lm_head_lora": ("block_sparse_moe", mixtral),
     "87_hub_falcon_init_false": ("nothing", fused_heads),
 }
 FILES = {path.stem: path for path in sorted(WILD.iterdir()) if path.name not in ("README.md", "MANIFEST.json")}
