@@ -51,16 +51,8 @@ SHRINK_BUCKETS = {"native": (128, 64, 4), "tf32": (64, 64, 3), "ieee": (32, 32, 
 EXPAND_BUCKETS = {"split": (128, 64, 4), "tf32": (64, 16, 4), "ieee": (64, 16, 4)}
 
 _DYNAMIC = ["meta_stride", "pairs", "per_row", "tiles", "n_experts", "site0", "site1"]
-_UNALIGNED = [
-    "h_ptr",
-    "meta_ptr",
-    "row_slots_ptr",
-    "x_rows_ptr",
-    "tokens_ptr",
-    "experts_ptr",
-    "order_ptr",
-    "table_ptr",
-]
+_INDICES = ["x_rows_ptr", "tokens_ptr", "experts_ptr", "order_ptr", "table_ptr", "row_slots_ptr"]
+_UNALIGNED = [*_INDICES, "h_ptr", "meta_ptr"]
 
 
 class Buckets(NamedTuple):
@@ -80,7 +72,7 @@ def bucket(
     tile = next(size for most, size in TILES if pairs <= most * min(adapters, rows) * n_experts)
     slots = row_slots.view(-1)[:rows][tokens // (n_tokens // rows)]
     named = (slots >= 0) & (experts >= 0) & (experts < n_experts)
-    keys, order = torch.where(named, slots * n_experts + experts, count).int().sort(stable=True)
+    keys, order = (slots * n_experts + experts).masked_fill(~named, count).int().sort(stable=True)
     every = torch.arange(count + 1, dtype=torch.int32, device=keys.device)
     bounds = torch.searchsorted(keys, every, out_int32=True)
     tiles_of = (bounds[1:] - bounds[:-1] + tile - 1) // tile
@@ -90,7 +82,7 @@ def bucket(
     safe = key.clamp(max=count - 1)
     start = bounds[safe] + (number - ends[safe] + tiles_of[safe]) * tile
     size = (bounds[safe + 1] - start).clamp(max=tile)
-    return Buckets(order, torch.stack((torch.where(key < count, key, -1), start, size)), tile)
+    return Buckets(order, torch.stack((key.masked_fill(key == count, -1), start, size)), tile)
 
 
 @triton.jit
@@ -287,10 +279,6 @@ def expand_buckets(
         tl.store(y_rows + STEP * c[None, :], (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _power_of_2(n: int) -> int:
-    return triton.next_power_of_2(n)
-
-
 def prepare(
     y: Tensor, x: Tensor, x_rows: Tensor | None, tokens: Tensor, experts: Tensor, arena: Arena, rows: Rows,
     n_tokens: int, projections: Sequence[tuple[int, int, int, int]], n_experts: int, buckets: Buckets | None,
@@ -306,40 +294,32 @@ def prepare(
         order, table, block_m, tiles = *buckets, buckets.table.shape[1]
         block_k, shrink_rank, stages = SHRINK_BUCKETS[shrink_dot]
         block_n, expand_rank, blocks = EXPAND_BUCKETS[expand_dot]
+        if steps[0] > 1:  # columns that are not side by side take more registers for their addresses
+            block_n //= 2
         split = min(-(-tuning.PREFILL_PROGRAMS // max(1, pairs // block_m)), MAX_SPLIT)
         chunk, grid, least = -(-k // split), (tiles,), 16
     else:
         order, table, block_m, tiles, stages, blocks, grid, least = tokens, tokens, 1, 0, 1, 1, (pairs,), 1
         chunk, block_k = next(row[1:] for row in SHRINK_PAIRS if pairs <= row[0])
-        chunk, block_k, shrink_rank = chunk // size, min(block_k // size, max(16, _power_of_2(k))), 16
+        chunk, block_k, shrink_rank = chunk // size, min(block_k // size, max(16, triton.next_power_of_2(k))), 16
         chunk = max(chunk, -(-k // MAX_SPLIT))
         block_n, expand_rank = next(row[1:] for row in EXPAND_PAIRS if rank <= row[0])
         block_n //= size
     chunk = -(-chunk // block_k) * block_k
     split = -(-k // chunk)
     planes = torch.empty(split * pairs * count * rank, dtype=torch.float32, device=y.device)
-    common = (tokens, experts, order, table, rows.slots, planes, data, arena.meta, arena.slot_elems)
+    common: tuple[Any, ...] = (tokens, experts, order, table, rows.slots, planes, data, arena.meta, arena.slot_elems)
     common += (arena.meta.stride(0), pairs, n_tokens // rows.rows, tiles, n_experts, sites[0], sites[1])
-    shrink_rank, expand_rank = (max(least, min(most, _power_of_2(rank))) for most in (shrink_rank, expand_rank))
+    shrink_rank, expand_rank = (
+        max(least, min(most, triton.next_power_of_2(rank))) for most in (shrink_rank, expand_rank)
+    )
     gathered = (x, tokens if x_rows is None else x_rows)
     a_align, b_align = (math.gcd(64 // size, *rows_of) for rows_of in ((k,), widths))
-    sizes = (x_rows is not None, count, rank, a_align, chunk, block_m, block_k, shrink_rank, stages, shrink_dot)
-    first = (*gathered, *common, k, x.stride(0), *sizes)
+    shape: tuple[Any, ...] = (x_rows is not None, count, rank, a_align, chunk, block_m, block_k)
+    first = (*gathered, *common, k, x.stride(0), *shape, shrink_rank, stages, shrink_dot)
+    shape = (count, rank, b_align, steps[0], split, triton.next_power_of_2(split), block_m, block_n, expand_rank)
     columns = (firsts[0], firsts[1], widths[0], widths[1], y.stride(0))
-    sizes = (
-        count,
-        rank,
-        b_align,
-        steps[0],
-        split,
-        _power_of_2(split),
-        block_m,
-        block_n,
-        expand_rank,
-        blocks,
-        expand_dot,
-    )
-    second = (y, *common, *columns, *sizes)
+    second = (y, *common, *columns, *shape, blocks, expand_dot)
     spans = -(-max(widths) // (block_n * blocks))
     return [
         (shrink_buckets if wide else shrink_pairs, (*grid, split, 1 if wide else count), first, {"num_warps": 4}),

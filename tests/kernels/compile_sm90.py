@@ -20,7 +20,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_multilora.kernels import driver, embedding, expand, finish, shrink, table
+from hf_multilora.kernels import driver, embedding, expand, experts, finish, launch, shrink, table
 from hf_multilora.kernels.tuning import Call, expand_tiling, shrink_tiling
 
 TYPES = {
@@ -103,6 +103,34 @@ def cases() -> Any:
     for row_starts in (None, empty(torch.int32, 16)):
         common = (empty(torch.int32, 16), row_starts, empty(fp32, 1 << 20), empty(bf16, 1 << 20), meta, 16, 5)
         yield "ids=4096 r=64 bf16", embedding.prepare(ids, *common, 1 << 20, 64)
+    for tile in (0, 16, 64):
+        yield from experts_launches(tile, 2048, (768, 768), 1, 16, bf16, bf16)
+        yield from experts_launches(tile, 2880, (2880, 2880), 2, 16, bf16, bf16)
+        yield from experts_launches(tile, 768, (2048,), 1, 64, bf16, bf16)
+        yield from experts_launches(tile, 768, (2048,), 1, 32, fp16, bf16)
+        yield from experts_launches(tile, 2048, (768, 768), 1, 64, fp32, fp32)
+        yield from experts_launches(tile, 33, (29, 29), 1, 3, fp16, fp16)
+
+
+def experts_launches(
+    tile: int, k: int, widths: tuple[int, ...], step: int, rank: int, act: torch.dtype, lora: torch.dtype
+) -> Any:
+    """Both launches of LoRA on experts: gate and up with rows of x per token, or down; tile 0: decode."""
+    per_row, rows, top = 128 if tile else 1, 32, 8
+    pairs = rows * per_row * top
+    y, index = empty(act, pairs, sum(widths)), empty(torch.int64, pairs)
+    x = empty(act, rows * per_row if len(widths) > 1 else pairs, k)
+    data, meta, floats = empty(lora, 1 << 20), empty(torch.int64, 8, 1 << 10), empty(torch.float32, 1 << 20)
+    arena = launch.Arena(data, meta, floats, meta, 1 << 20, rank)
+    slots = launch.Rows(empty(torch.int32, rows), None, rows)
+    firsts = (0, 1 if step == 2 else widths[0])
+    projections = [(5 + i, firsts[i], step, width) for i, width in enumerate(widths)]
+    buckets = experts.Buckets(index, empty(torch.int32, 3, 3000), tile) if tile else None
+    x_rows = index if len(widths) > 1 else None
+    shape = (rows * per_row, projections, 128, buckets)
+    label = f"experts tile={tile} K={k} N={widths} step={step} r={rank} {TYPES[act]} {TYPES[lora]}"
+    for made in experts.prepare(y, x, x_rows, index, index, arena, slots, *shape):
+        yield label, made
 
 
 def launches(

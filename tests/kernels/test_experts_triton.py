@@ -1,4 +1,4 @@
-"""The kernels for LoRA on experts in the interpreter: right against fp64 and the reference, no effect of neighbours."""
+"""The kernels for LoRA on experts in the interpreter: right against fp64, no effect of neighbours."""
 
 from __future__ import annotations
 
@@ -54,21 +54,21 @@ def run(bed: ExpertsBed, p: Pairs, slots: list[int], table: bool = False, bucket
 
 
 @pytest.mark.parametrize("slots", [DISTINCT, MIXED, [1] * 6, [-1] * 6, [3]])
-@pytest.mark.parametrize(("dtype", "interleaved"), zip(DTYPES, (True, False, True), strict=True))
-@pytest.mark.parametrize("tokens", [1, 19])
-def test_gate_and_up(dtype: torch.dtype, interleaved: bool, slots: list[int], tokens: int) -> None:
-    bed = ExpertsBed(RANKS, 37, [29, 29], 5, dtype, shared=SHARED, interleaved=interleaved)
-    p = bed.pairs(len(slots) * tokens, 2, dtype)
+@pytest.mark.parametrize(("dtype", "interleaved"), list(zip(DTYPES, (True, False, True), strict=True)))
+@pytest.mark.parametrize(("tokens", "top"), [(1, 2), (17, 1)])
+def test_gate_and_up(dtype: torch.dtype, interleaved: bool, slots: list[int], tokens: int, top: int) -> None:
+    bed = ExpertsBed(RANKS, 37, [29, 29], 2, dtype, shared=SHARED, interleaved=interleaved)
+    p = bed.pairs(len(slots) * tokens, top, dtype)
     got = run(bed, p, slots, table=interleaved, buckets=False)
     bed.check(got, p, slots)
     torch.testing.assert_close(got, bed.reference(p, slots), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("tokens", [3, 20])
+@pytest.mark.parametrize("tokens", [2, 17])
 @pytest.mark.parametrize("gathered", [False, True])
 def test_down(dtype: torch.dtype, tokens: int, gathered: bool) -> None:
-    bed = ExpertsBed([[16], [0], [33]], 24, [141], 5, dtype, shared=["", "", "b"])
+    bed = ExpertsBed([[16], [0], [33]], 24, [141], 3, dtype, shared=["", "", "b"])
     p = bed.pairs(3 * tokens, 2, dtype, gathered=gathered)
     bed.check(run(bed, p, [2, 1, 0]), p, [2, 1, 0])
 
@@ -83,7 +83,7 @@ def test_dtypes_may_differ(act: torch.dtype, lora: torch.dtype, tokens: int) -> 
 
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_split_k_and_several_blocks_of_columns(tokens: int) -> None:
-    bed = ExpertsBed([[70, 9], [20, 33]], 1100, [150, 270], 2)
+    bed = ExpertsBed([[70, 9], [20, 33]], 700, [150, 270], 2)
     p = bed.pairs(2 * tokens, 1, torch.float32)
     bed.check(run(bed, p, [1, 0]), p, [1, 0])
 
@@ -136,7 +136,7 @@ def test_a_row_does_not_depend_on_its_neighbours(tokens: int) -> None:
     bed, sick = (ExpertsBed(RANKS, 45, [40, 40], 3, shared=SHARED) for _ in range(2))
     for slot in (1, 5):
         sick.poison(slot)
-    p = bed.pairs(3 * tokens, 2, torch.float32)
+    p = bed.pairs(3 * tokens, 1 if tokens > 1 else 2, torch.float32)
     mine = p.tokens // tokens == 2
     moved = p._replace(experts=torch.where(mine, p.experts, p.experts.flip(0)))
     for slot, others in ((0, [[-1, -1], [1, 5], [0, 1]]), (3, [[1, 3]])):
