@@ -77,7 +77,7 @@ def test_down(dtype: torch.dtype, tokens: int, gathered: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, 17])
 def test_dtypes_may_differ(act: torch.dtype, lora: torch.dtype, tokens: int) -> None:
     bed = ExpertsBed([[16, 3], [40, 40]], 64, [48, 32], 3, lora)
-    p = bed.pairs(3 * tokens, 2, act)
+    p = bed.pairs(3 * tokens, 1, act)
     bed.check(run(bed, p, [1, -1, 0]), p, [1, -1, 0])
 
 
