@@ -15,8 +15,8 @@ from .altered import TITLES
 from .checkpoint import Checkpoint
 from .config import AdapterSpec
 from .convert import Pair
-from .experts_2d import gathered_factors
-from .experts_3d import Stacked, named_factor, parameter_names, stacked_factors
+from .experts_2d import gathered_factors, parameter_names
+from .experts_3d import Stacked, named_factor, stacked_factors
 from .group import some
 from .keys import FACTORS, Key, Renaming
 from .plan import Factor
@@ -40,20 +40,20 @@ class Experts:
     outside: dict[str, str] = field(default_factory=dict)
 
     def names(self, table: TargetTable) -> list[str]:
-        """What the config calls them: parameters where one matrix holds all experts, else modules."""
-        found = [
-            name
-            for place, pair in self.pairs
-            for name in ([pair.trained] if place.expert is not None else parameter_names(place, pair, table))
-        ]
-        for path, trained in self.outside.items():
-            place = table.expert_place(path)
-            stem = trained.removesuffix(".base_layer")
-            if place and place.expert is None:
-                found += [f"{stem}.{table.blocks[place.block].gate_up}", f"{stem}.{table.blocks[place.block].down}"]
-            else:
-                found.append(trained)
+        """What the config's patterns call them: parameters where one matrix holds all experts, else modules."""
+        found: list[str] = []
+        for place, trained in self._all(table):
+            found += parameter_names(place, trained, table) if place.expert is None else [trained]
         return found
+
+    def parameters(self, table: TargetTable) -> list[str]:
+        """The parameters that they train, or may train, under the names of training."""
+        return [name for place, trained in self._all(table) for name in parameter_names(place, trained, table)]
+
+    def _all(self, table: TargetTable) -> list[tuple[ExpertPlace, str]]:
+        outside = [(table.expert_place(path), trained) for path, trained in self.outside.items()]
+        here = [(place, pair.trained) for place, pair in self.pairs]
+        return [*here, *((place, trained) for place, trained in outside if place is not None)]
 
 
 def sort_experts(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from ..errors import AdapterMatchError
 from .checkpoint import Checkpoint
@@ -11,7 +12,20 @@ from .config import AdapterSpec
 from .convert import Pair, check_matrix, check_shapes, checked_name
 from .plan import Factor
 from .stacks import Gathered, shared
-from .targets import ExpertBlock, TargetTable
+from .targets import ExpertBlock, ExpertPlace, TargetTable
+
+
+def stem(trained: str, place: ExpertPlace) -> str:
+    """What the block was called, from the name of something inside of it."""
+    inside = 2 if place.expert is not None else 1 if place.name else 0
+    return ".".join(trained.split(".")[:-inside]) if inside else trained
+
+
+def parameter_names(place: ExpertPlace, trained: str, table: TargetTable) -> list[str]:
+    """The parameters that something inside of a block trains; both, where its name does not tell."""
+    block = table.blocks[place.block]
+    found = {"": [block.gate_up, block.down], "down_proj": [block.down]}.get(place.name, [block.gate_up])
+    return [f"{stem(trained, place)}.{name}" for name in found]
 
 
 def gathered_factors(
@@ -85,5 +99,8 @@ def _check(
             check_matrix(key, checkpoint.infos[key.name], where)
         a, b = (checkpoint.infos[key.name].shape for key in (pair.a, pair.b))
         check_shapes(pair, a, b, inside, out, table, where)
-        scales[i] = spec.scaling(checked_name(pair, a[0], spec, where), a[0])
+        # a file of stacked parameters that was taken apart, with the config of before
+        (parameter,) = parameter_names(ExpertPlace(block.path, name, i), pair.trained, table)
+        said = replace(pair, trained=parameter, path=pair.trained) if spec.chooses_parameter(parameter) else pair
+        scales[i] = spec.scaling(checked_name(said, a[0], spec, where), a[0])
     return scales

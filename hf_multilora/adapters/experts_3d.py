@@ -20,9 +20,10 @@ from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterEr
 from .checkpoint import Checkpoint
 from .config import AdapterSpec
 from .convert import Pair, check_matrix, checked_name
+from .experts_2d import stem
 from .plan import Factor
 from .stacks import Stack, shared
-from .targets import ExpertBlock, ExpertPlace, TargetTable
+from .targets import ExpertBlock, ExpertPlace
 
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(\.dev|[ab.]|rc)?")
 
@@ -42,7 +43,7 @@ class Stacked:
     @property
     def trained(self) -> str:
         """What the block was called in training."""
-        return _stem(self.pair.trained)
+        return stem(self.pair.trained, ExpertPlace(self.block.path, self.name))
 
 
 @dataclass(frozen=True)
@@ -51,18 +52,6 @@ class Reading:
 
     down: bool
     flipped: bool
-
-
-def _stem(trained: str) -> str:
-    head, _, last = trained.rpartition(".")
-    return head if last in ("base_layer", "gate_up_proj", "up_proj", "down_proj") else trained
-
-
-def parameter_names(place: ExpertPlace, pair: Pair, table: TargetTable) -> list[str]:
-    """Under which names the config may speak of a stacked pair."""
-    block = table.blocks[place.block]
-    inner = [block.gate_up] if place.name else [block.gate_up, block.down]
-    return [f"{_stem(pair.trained)}.{name}" for name in ([block.down] if place.name == "down_proj" else inner)]
 
 
 def stacked_factors(

@@ -198,6 +198,8 @@ def _refusal(path: str, table: TargetTable) -> str | None:
     while place:
         if place in table.refused:
             return table.refused[place]
+        if place in table.blocks:
+            return None
         place = place.rpartition(".")[0]
     if ".experts." in f".{path}.":
         return "the model has no block of experts there that could carry an adapter."
@@ -275,7 +277,7 @@ def _unmatched(
     weights = [f"{name}.weight" for name in linear]
     names = experts.names(table)
     found = unmatched(spec, [*linear, *filter(spec.chooses_parameter, weights), *names])
-    parameters = [*weights, *names]
+    parameters = [*weights, *experts.parameters(table)]
     strange = [key for key in spec.target_parameters if not any(f".{name}".endswith(f".{key}") for name in parameters)]
     if strange and len(strange) == len(spec.target_parameters):
         raise AdapterFormatError(

@@ -147,10 +147,12 @@ class AdapterPlan:
 
     def _features(self) -> list[str]:
         """What the adapter has beside plain LoRA, in words."""
+        experts = sum(factor.kind == "experts" for factor in self.factors)
         gains = sum(factor.gain is not None for factor in self.factors)
         shifts = sum(factor.shift is not None and factor.gain is None for factor in self.factors)
         altered = {"pissa": "PiSSA", "olora": "OLoRA", "kasa": "KaSA"}.get(self.spec.altered)
         found = [
+            f"experts ({experts})" if experts else "",
             f"DoRA ({gains})" if gains else "",
             f"biases ({shifts})" if shifts else "",
             f"{altered}'s base" if altered else "",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -166,6 +167,15 @@ def test_patterns_match_parameters() -> None:
     }  # fmt: skip
 
 
+def test_parameters_taken_apart() -> None:
+    """A file of single experts with the config of stacked parameters: patterns speak of those."""
+    made = hand()
+    plan = load(two_d(made, names={}), moe_table(**ONE), target_parameters=BOTH, alpha_pattern={"gate_up_proj": 9})
+    assert {factor.path.rpartition(".")[2]: factor.scaling for factor in plan.factors} == {
+        "gate_proj": 3, "up_proj": 3, "down_proj": 2
+    }  # fmt: skip
+
+
 def test_rslora_of_single_experts() -> None:
     """Each expert's own LoRA is the definition; PEFT's conversion of it is too large by the square root of two."""
     made = hand()
@@ -285,3 +295,20 @@ def test_square_parameters_go_by_the_version(layout: str, version: str | None, f
     tensors = three_d(made, item, flipped=not flipped)
     assert_deltas(load(tensors, moe_table(**ONE, **options), peft_version=version), made)
     assert flipped_by(version, item) == flipped
+
+
+def test_a_block_right_inside_of_a_layer() -> None:
+    """No module between the layer's number and the block, as in Gemma 4."""
+    item = block("model.layers.0.experts")
+    table = moe_table(**ONE)
+    targets = {
+        path: target
+        for name, target in table.targets.items()
+        for path in [name.replace(".mlp.experts", ".experts")]
+        for target in [dataclasses.replace(target, path=path)]
+    }
+    table = dataclasses.replace(table, targets=targets, blocks={item.path: item})
+    made = hand()
+    for tensors in (three_d(made, item), two_d(made, item.path, {})):
+        plan = load(tensors, table, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+        assert_deltas(plan, made, path=item.path)
