@@ -50,6 +50,10 @@ class Experts:
         """The parameters that they train, or may train, under the names of training."""
         return [name for place, trained in self._all(table) for name in parameter_names(place, trained, table)]
 
+    def words(self) -> set[str]:
+        """Last names of the modules of single experts, in training."""
+        return {pair.trained.rpartition(".")[2] for place, pair in self.pairs if place.expert is not None}
+
     def _all(self, table: TargetTable) -> list[tuple[ExpertPlace, str]]:
         outside = [(table.expert_place(path), trained) for path, trained in self.outside.items()]
         here = [(place, pair.trained) for place, pair in self.pairs]

@@ -25,7 +25,7 @@ from .group import group, some
 from .keys import FACTORS, Key, Renaming, find_renaming, foreign_format, parse_keys
 from .plan import AdapterPlan, Factor, Readable
 from .saved import move_biases, sort_others
-from .select import incomplete, unmatched
+from .select import Selector, incomplete, unmatched
 from .targets import TargetTable
 from .tokens import token_rows
 from .vocabulary import Vocabulary
@@ -116,7 +116,7 @@ def match(
     factors.sort(key=lambda factor: table.position[factor.path, factor.slice])
     _check_once(factors, placed, table, where)
     _check_invocation(spec, factors, others.biases, vocab_size or vocabulary.size, where)
-    _check_complete(spec, renaming, table, placed, where)
+    loose = _check_complete(spec, renaming, table, placed, experts, where)
     check_experts(experts, factors, spec, renaming, table, where)
     strangers = _unmatched(spec, modules, experts, table, renaming, where)
     _check_rank(factors, max_lora_rank, spec, where)
@@ -135,7 +135,7 @@ def match(
             *(f"{key.name}: used in training only" for key in keys if key.role == "training"),
         ],
         left_out=[key.name for path in outside.values() for key in modules[path].values()],
-        warnings=[*spec.warnings, *disagreements, *others.warnings, *unused_layouts(spec, converted)],
+        warnings=[*spec.warnings, *loose, *disagreements, *others.warnings, *unused_layouts(spec, converted)],
         saved=tuple(others.saved),
         tokens=tokens,
         invocation=spec.invocation,
@@ -248,9 +248,21 @@ def _check_invocation(
         )
 
 
-def _check_complete(spec: AdapterSpec, renaming: Renaming, table: TargetTable, placed: list[Pair], where: str) -> None:
+def _check_complete(
+    spec: AdapterSpec, renaming: Renaming, table: TargetTable, placed: list[Pair], experts: Experts, where: str
+) -> list[str]:
+    """Every module that the config chose must be there; warnings for those that its names may not have meant."""
     sites = ((part.path, part.slice) for pair in placed for part in table.parts[pair.path])
     missing = incomplete(spec, renaming, table, sites)
+    # a bare "gate_proj" may be that of the experts alone, where no other layer of that name was trained
+    alone = experts.words().difference(pair.path.rpartition(".")[2] for pair in placed)
+    selector = Selector(spec)
+    loose = [
+        name
+        for name in missing
+        if name.rpartition(".")[2] in alone and selector.names_ending(renaming.trained_as(name) or name)
+    ]
+    missing = [name for name in missing if name not in loose]
     if missing:
         raise AdapterFormatError(
             f"{where}: the config's target_modules choose {len(missing)} modules of this model that have no tensors: "
@@ -258,6 +270,11 @@ def _check_complete(spec: AdapterSpec, renaming: Renaming, table: TargetTable, p
             "missing factor is never taken as zero. Copy or download it again; or, if it never trained them, name in "
             "target_modules only what it did."
         )
+    if not loose:
+        return []
+    return [
+        f"target_modules also fit {some(dict.fromkeys(loose))}, of which there are no tensors: taken as untrained."
+    ]
 
 
 def _unmatched(

@@ -42,6 +42,10 @@ class Selector:
             return bool(found)
         return self._in_layers(name, _FIRST_INDEX)
 
+    def names_ending(self, name: str) -> bool:
+        """Whether target_modules means the module by the end of its name, rather than as a whole."""
+        return self._targets(name) == "ending"
+
     def surely_matches(self, name: str) -> bool:
         """The same, and also for older versions, which took the last number in a name for the layer's."""
         if not self.matches(name):

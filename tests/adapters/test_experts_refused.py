@@ -144,6 +144,19 @@ def test_shared_experts_alone() -> None:
     assert len(load(tensors, table, target_modules=list(OLD)).factors) == 3
 
 
+def test_experts_alone() -> None:
+    """Bare names that shared experts have, too: of these there is nothing in the file, or something is missing."""
+    table, made = moe_table(), both_layers(two_d, names={})
+    plan = load(made, table, target_modules=list(OLD))
+    assert len(plan.factors) == 6
+    assert [text for text in plan.warnings if "shared_expert.gate_proj" in text and "2 more" in text]
+    one = table.targets["model.layers.0.mlp.shared_expert.up_proj"]
+    with pytest.raises(AdapterFormatError, match="layers.1.mlp.shared_expert.up_proj"):
+        load(made | factors(one.path, one.in_features, one.out_features, R), table, target_modules=list(OLD))
+    with pytest.raises(AdapterFormatError, match="layers.1.mlp.shared_expert.up_proj"):
+        load(made, table, target_modules=[*OLD, "model.layers.1.mlp.shared_expert.up_proj"])
+
+
 def test_lost_router() -> None:
     made = three_d(hand())
     with pytest.raises(AdapterFormatError, match="mlp.gate"):
