@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers as tf
 
-VOCAB, HIDDEN, INNER, EXPERTS, HEAD = 97, 36, 20, 5, 14
+VOCAB, HIDDEN, INNER, EXPERTS, HEAD = 97, 40, 24, 5, 14
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": None,
@@ -209,8 +209,7 @@ def two_d(family: str, adapter: Adapter, leave_out: tuple[int, ...] = ()) -> tup
             if expert not in leave_out:
                 stem = f"base_model.model.{path}.{expert}.{old.get(name, name)}"
                 tensors |= {f"{stem}.lora_A.weight": a[expert].clone(), f"{stem}.lora_B.weight": b[expert].clone()}
-    targets = {path.rpartition(".")[2] for path in adapter.linear}
-    targets |= {old.get(name, name) for _, name in adapter.experts}
+    targets = {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors}
     return tensors, config(adapter, target_modules=sorted(targets))
 
 
@@ -231,8 +230,8 @@ def three_d(family: str, adapter: Adapter) -> tuple[dict[str, torch.Tensor], Any
             name = f"base_model.model.{path}.{stem}lora_"
             tensors[f"{name}A.weight"] = first.reshape(count * rank, inside).contiguous()
             tensors[f"{name}B.weight"] = second.permute(1, 2, 0).reshape(second.shape[1], -1).contiguous()
-    targets = sorted({path.rpartition(".")[2] for path in adapter.linear})
-    return tensors, config(adapter, target_modules=targets or None, target_parameters=["gate_up_proj", "down_proj"])
+    parameters = {"target_parameters": ["gate_up_proj", "down_proj"]} if adapter.experts else {}
+    return tensors, config(adapter, target_modules=sorted(adapter.linear) or None, **parameters)
 
 
 def _linear(adapter: Adapter) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from moe_bed import FAMILIES, VOCAB, Adapter, bare, made, merged, three_d, two_d
 
-from hf_multilora import disable_multilora, enable_multilora
+from hf_multilora import disable_multilora, enable_multilora, estimate_memory
 from hf_multilora.errors import ModelError, SlotError, UnsupportedAdapterError
 
 # name -> (adapter, how its file is written)
@@ -111,7 +111,7 @@ def test_poison_stays_in_its_rows():
 
 
 def test_mixes_and_orders():
-    model = enabled("mixtral")
+    model = enabled("mixtral", max_lora_rank=16)
     mix = {"3-D": 0.5, "shared outer": -1.5}
     got = logits(model, 4, adapter_ids=[mix, *ROWS[1:]])
     parts = [adapters("mixtral")[name][0] for name in mix]
@@ -130,17 +130,14 @@ def test_mixes_and_orders():
 
 
 def test_a_slot_of_the_usual_size_refuses_experts_by_their_bytes():
-    model = enable_multilora(bare("qwen3_moe"), max_loras=2, max_lora_rank=4)
+    model = enable_multilora(bare("qwen3_moe"), max_loras=2, max_lora_rank=5)
     tensors, config = adapters("qwen3_moe")["attention"][1]
     model.multilora.load(dict(tensors), "attention", config=config)
-    tensors, config = adapters("qwen3_moe")["3-D"][1]
-    with pytest.raises(SlotError, match=r"slot_bytes.*experts"):
-        model.multilora.load(dict(tensors), "3-D", config=config)
-    estimate = (
-        model.multilora.estimate_memory(slot_bytes=4 << 20) if hasattr(model.multilora, "estimate_memory") else None
-    )
-    if estimate is not None:
-        assert any("experts" in name for name in estimate["largest"])
+    tensors, config = adapters("qwen3_moe")["all"][1]
+    with pytest.raises(SlotError, match=r"slot_bytes=\d+ or more.*experts\.gate_proj"):
+        model.multilora.load(dict(tensors), "all", config=config)
+    estimate = estimate_memory(bare("qwen3_moe"), max_loras=2, max_lora_rank=5)
+    assert estimate["adapter"] > estimate["slot"] and "experts" in next(iter(estimate["largest"]))
 
 
 def test_an_implementation_without_a_place_for_deltas():
