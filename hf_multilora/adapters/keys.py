@@ -253,7 +253,11 @@ class _Inner(_Rule):
     """A module in the middle of names: `old` in training, `new` in the model."""
 
     def apply(self, path: str, table: TargetTable) -> str:
-        return path if table.knows(path) else path.replace(self.old, self.new, 1)
+        if table.knows(path):
+            return path
+        renamed = path.replace(self.old, self.new, 1)
+        router = f"{renamed.removesuffix('gate')}router"  # PhiMoE renamed its gate besides
+        return router if renamed.endswith(".gate") and not table.knows(renamed) and table.knows(router) else renamed
 
 
 # Where a text model sits in a multimodal one, before and after transformers 4.52, and on its own.

@@ -167,6 +167,21 @@ def test_patterns_match_parameters() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("router", ["gate", "router"])
+def test_names_before_transformers_5(router: str) -> None:
+    """Mixtral's module was called otherwise, and PhiMoE's gate besides."""
+    table = moe_table(**ONE)
+    targets = {path.replace("mlp.gate", f"mlp.{router}"): target for path, target in table.targets.items()}
+    for path in targets:
+        targets[path] = dataclasses.replace(targets[path], path=path)
+    table = dataclasses.replace(table, targets=targets)
+    old, made = "model.layers.0.block_sparse_moe", hand()
+    tensors = two_d(made, f"{old}.experts") | factors(f"{old}.gate", H, E, R)
+    plan = load(tensors, table, target_modules=["w1", "w2", "w3", "gate"])
+    assert_deltas(plan, made)
+    assert f"model.layers.0.mlp.{router}" in {factor.path for factor in plan.factors}
+
+
 def test_parameters_taken_apart() -> None:
     """A file of single experts with the config of stacked parameters: patterns speak of those."""
     made = hand()
