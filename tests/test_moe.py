@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from moe_bed import FAMILIES, VOCAB, Adapter, bare, made, merged, three_d, two_d
+from transformers import CompileConfig
 
 from hf_multilora import disable_multilora, enable_multilora, estimate_memory
 from hf_multilora.errors import ModelError, SlotError, UnsupportedAdapterError
@@ -164,3 +165,33 @@ def test_disable_restores():
     disable_multilora(model)
     assert {name: type(module) for name, module in model.named_modules()} == classes
     assert torch.equal(logits(model, 4), want)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_one_graph_serves_every_mix(family):
+    """Experts and routers in a compiled step: fullgraph, equal tokens, nothing compiled for another mix."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    model = enabled(family)
+    config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)  # type: ignore[arg-type]
+    config._compile_all_devices = True  # type: ignore[assignment]  # generate() compiles by itself on a GPU only
+    options: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    static = {**options, "cache_implementation": "static", "compile_config": config}
+    mixes: list[Any] = [ROWS, list(reversed(ROWS)), "all", ["attention"] * len(ROWS)]
+    made = []
+    for names in mixes:
+        got = model.generate(**batch(5), **static, adapter_ids=names)
+        assert torch.equal(got, model.generate(**batch(5), **options, adapter_ids=names)), names
+        made.append(counters["stats"]["unique_graphs"])
+    assert made[0] and made == made[:1] * len(mixes) and not counters["graph_break"]
+
+
+def test_experts_cost_graphs_nothing_until_an_adapter_trains_them():
+    model = enable_multilora(bare("qwen3_moe"), max_loras=2, max_lora_rank=8, slot_bytes=4 << 20)
+    tensors, config = adapters("qwen3_moe")["attention"][1]
+    model.multilora.load(dict(tensors), "attention", config=config)
+    assert not model.multilora.store.arena.words
+    tensors, config = adapters("qwen3_moe")["2-D"][1]
+    model.multilora.load(dict(tensors), "2-D", config=config)
+    assert model.multilora.store.arena.words
