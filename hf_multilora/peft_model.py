@@ -79,7 +79,9 @@ def take_over(peft_model: Any) -> Takeover:
             if getattr(module, "merged", False):
                 raise ModelError(f"{path} has merged adapters. Call peft_model.unmerge_adapter() first.")
             if isinstance(parent, BaseTunerLayer):
-                raise UnsupportedAdapterError(f"{path} holds PEFT layers inside of PEFT layers (target_parameters).")
+                if not hasattr(module, "parameter_name"):
+                    raise UnsupportedAdapterError(f"{path} holds PEFT layers inside of PEFT layers.")
+                continue  # one for each of a module's target_parameters, of which the outermost goes, and comes back
             layers.append((parent, attribute, module))
     adapters = {}
     for name, config in peft_model.peft_config.items():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from moe_bed import FAMILIES, VOCAB, Adapter, bare, made, merged, three_d, two_d
+from peft import LoraConfig, get_peft_model
 from transformers import CompileConfig
 
 from hf_multilora import disable_multilora, enable_multilora, estimate_memory
@@ -195,3 +197,27 @@ def test_experts_cost_graphs_nothing_until_an_adapter_trains_them():
     tensors, config = adapters("qwen3_moe")["2-D"][1]
     model.multilora.load(dict(tensors), "2-D", config=config)
     assert model.multilora.store.arena.words
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4"])
+def test_a_peft_model_with_target_parameters_is_taken_over(family):
+    base = bare(family)
+    want_base = logits(base, 4)
+    attention, names = ["q_proj", "o_proj"], ["gate_up_proj", "down_proj"]
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=attention, target_parameters=names, task_type="CAUSAL_LM")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = get_peft_model(base, config, adapter_name="one").eval()
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    want = logits(theirs, 4)
+    model = enable_multilora(theirs, max_loras=2, max_lora_rank=8, slot_bytes=4 << 20)
+    got = logits(model, 4, adapter_ids=["one", None] * 3 + ["one"])
+    torch.testing.assert_close(got[::2], want[::2], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got[1::2], want_base[1::2], rtol=1e-6, atol=2e-6)
+    assert (want - want_base)[0].abs().max() > 0.1
+    disable_multilora(model)
+    assert torch.equal(logits(theirs, 4), want)
