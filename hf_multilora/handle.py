@@ -19,7 +19,6 @@ from transformers.utils import logging
 
 from .adapters.load import load_plan
 from .adapters.plan import AdapterPlan, SavedParam
-from .adapters.targets import ExpertBlock
 from .config import MultiLoraConfig
 from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, UnsupportedAdapterError, closest
 from .generation.calls import Calls
@@ -39,7 +38,7 @@ from .inject import (
     swap_out,
 )
 from .kernels import table as tuning_table
-from .kernels.experts_op import ExpertsOp
+from .kernels.experts_op import ExpertsOp, projections_of
 from .kernels.ops import EmbeddingOp, LinearOp, Workspace
 from .layers import LoraLayer
 from .layers.embedding import LoraEmbedding
@@ -56,9 +55,6 @@ from .routing import Routing
 from .survey import Survey, survey, tied_groups
 
 logger = logging.get_logger(__name__)
-
-
-Arguments = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]  # of ops: the arena
 
 
 class MultiLora:
@@ -121,7 +117,8 @@ class MultiLora:
             where = (arena.data, arena.meta, arena.floats, arena.slot_elems, arena.zero_off)
             if target.kind == "experts":
                 sites = frozenset(range(first, first + len(targets)))
-                wrapper.bind(sites, self._experts_op(self._survey.table.blocks[path], first, where, workspace))
+                projections = projections_of(self._survey.table.blocks[path], first)
+                wrapper.bind(sites, ExpertsOp(*where, *projections, self.config.max_lora_rank, workspace))
                 continue
             common = (*where, first)
             op: LinearOp | EmbeddingOp
@@ -146,16 +143,6 @@ class MultiLora:
         for wrapper in self._wrappers.values():
             if isinstance(wrapper, LoraEmbedding):
                 wrapper.positions = wrapper is not tokens and wrapper._path not in tied
-
-    def _experts_op(self, block: ExpertBlock, first: int, where: Arguments, workspace: Workspace) -> ExpertsOp:
-        """The op of a block whose sites begin at `first`: gate and up side by side in one output, or in turns."""
-        width = block.intermediate
-        up = [(first, 0, 1, width)]
-        if block.has_gate:
-            up = [(first, 0, 2, width), (first + 1, 1, 2, width)]
-            up = up if block.interleaved else [(first, 0, 1, width), (first + 1, width, 1, width)]
-        down = [(first + len(up), 0, 1, block.hidden)]
-        return ExpertsOp(*where, up, down, block.experts, self.config.max_lora_rank, workspace)
 
     def _served_sites(self) -> frozenset[int]:
         """The sites that graphs have to look at: of embeddings and the head only once an adapter has trained them."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..adapters.targets import ExpertBlock
 from ..errors import RoutingError
 from . import custom, reference_experts
 from .custom import HAS_TRITON, TRITON_DTYPES, runs_triton
@@ -22,6 +23,19 @@ if HAS_TRITON:
     from . import launch
 
 Projection = tuple[int, int, int, int]  # site, first column, columns from one to the next, how many
+
+
+def projections_of(block: ExpertBlock, first: int) -> tuple[list[Projection], list[Projection], int]:
+    """Those into the experts, those out of them, and the number of experts, for sites that begin at `first`.
+
+    Gate and up lie side by side in one output, or in turns.
+    """
+    width = block.intermediate
+    up = [(first, 0, 1, width)]
+    if block.has_gate:
+        step = 2 if block.interleaved else 1
+        up = [(first, 0, step, width), (first + 1, 1 if block.interleaved else width, step, width)]
+    return up, [(first + len(up), 0, 1, block.hidden)], block.experts
 
 
 class Pairs:
