@@ -12,8 +12,7 @@ from torch import nn
 
 from .adapters.targets import ExpertBlock
 
-# Implementations that compute a block as one kernel, with no place for a delta inside.
-OPAQUE = ("deepgemm", "sonicmoe")
+# Implementations whose products are known. Others (deepgemm, sonicmoe) are one kernel, with no place for a delta.
 SERVED = ("batched_mm", "grouped_mm", "eager")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -47,7 +46,7 @@ def block_of(path: str, module: nn.Module) -> ExpertBlock | str | None:
     if decorated and bool(state.get("has_gate", True)) != gated:
         return f"{name} says has_gate={state.get('has_gate')}, which its weights are not made for"
     implementation = getattr(state.get("config"), "_experts_implementation", None)
-    if implementation in OPAQUE:
+    if implementation is not None and implementation not in SERVED:
         return (
             f"its experts are computed by {implementation!r}, which has no place for a delta; "
             "model.set_experts_implementation('grouped_mm') has"
@@ -70,14 +69,25 @@ def block_of(path: str, module: nn.Module) -> ExpertBlock | str | None:
 
 def router_weight(parent: nn.Module, module: nn.Module) -> torch.Tensor | None:
     """The weight `[experts, hidden]` of a router: a module beside a block of experts that makes logits by itself."""
-    blocks = [child for child in parent._modules.values() if child is not None and is_experts(child)]
-    weight = module._parameters.get("weight")
-    if not blocks or weight is None or weight.dim() != 2 or type(module).forward is nn.Linear.forward:
+    weight, kind = module._parameters.get("weight"), type(module)
+    if weight is None or weight.dim() != 2 or kind.forward is nn.Linear.forward:
         return None
+    if isinstance(module, nn.Linear) and not re.search(r"rout|gate", kind.__name__, re.IGNORECASE):
+        return None  # a quantised layer, say, whose forward is its own for that reason
+    children = [(name, child) for name, child in parent._modules.items() if child is not None]
+    blocks = [child for name, child in children if block_of(name, child) is not None]
     counts = {
         parameter.shape[0] for block in blocks for parameter in block._parameters.values() if parameter is not None
     }
     return weight if weight.shape[0] in counts else None
+
+
+def replaced(parent: nn.Module) -> str | None:
+    """Why what lies in a module may never be called: kernels that take the place of a whole block read weights."""
+    state = parent.__dict__
+    if "forward" not in state or "_hf_hook" in state:
+        return None
+    return f"the forward of the {type(parent).__name__} around it was replaced, and need not call it"
 
 
 @functools.cache

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +137,7 @@ def inspect_adapter(source: str, **where: Any) -> Inspection:
     checkpoint = open_checkpoint(files.weights)
     try:
         keys = parse_keys(checkpoint.infos, checkpoint.where)
-        modules, other = _stored_modules(keys, checkpoint)
+        modules, other = _stored_modules(keys, checkpoint, spec)
         infos = checkpoint.infos.values()
         return Inspection(
             source=files.label,
@@ -153,7 +155,7 @@ def inspect_adapter(source: str, **where: Any) -> Inspection:
             warnings=[*files.warnings, *(spec.warnings if spec else ())],
             refused=refused,
             features=_found_in(keys, spec),
-            scalings={path: spec.scaling(path, rank) for path, rank in modules.items() if rank} if spec else {},
+            scalings={p: spec.scaling(_named(p, modules, spec), r) for p, r in modules.items() if r} if spec else {},
             unmatched=unmatched(spec, modules) if spec else [],
         )
     finally:
@@ -240,15 +242,32 @@ def _found_in(keys: list[Key], spec: AdapterSpec | None) -> list[str]:
     return [text for there, text in words if there]
 
 
-def _stored_modules(keys: list[Key], checkpoint: Checkpoint) -> tuple[dict[str, int], list[str]]:
-    modules: dict[str, int] = {}
+_STACKED = re.compile(r"(.*\bexperts)(\.base_layer)?")
+
+
+def _named(path: str, modules: Collection[str], spec: AdapterSpec) -> str:
+    """What the config's patterns call a stored pair: that of stacked experts by its parameter."""
+    match = _STACKED.fullmatch(path)
+    if match is None:
+        return path
+    block = match[1]
+    into = next((n for n in ("gate_up_proj", "up_proj") if spec.chooses_parameter(f"{block}.{n}")), "gate_up_proj")
+    outer = f"{block}.base_layer" in modules or spec.chooses_parameter(f"{block}.down_proj")
+    return f"{block}.{'down_proj' if outer and not match[2] else into}"
+
+
+def _stored_modules(
+    keys: list[Key], checkpoint: Checkpoint, spec: AdapterSpec | None
+) -> tuple[dict[str, int], list[str]]:
+    modules = dict.fromkeys((key.path for key in keys if key.role in FACTORS), 0)
     other = []
     for key in keys:
         if key.role in FACTORS:
             shape = checkpoint.infos[key.name].shape
             if key.role in ("A", "embedding_A") and shape:
-                modules[key.path] = shape[0]
-            modules.setdefault(key.path, 0)
+                stacked = spec is not None and _STACKED.fullmatch(key.path) is not None
+                rank = spec.rank(_named(key.path, modules, spec)) if spec is not None and stacked else 0
+                modules[key.path] = rank if rank and shape[0] % rank == 0 else shape[0]
         else:
             other.append(key.name)
     return modules, other

@@ -43,6 +43,7 @@ from .kernels.ops import EmbeddingOp, LinearOp, Workspace
 from .layers import LoraLayer
 from .layers.embedding import LoraEmbedding
 from .layers.linear import LoraHead, may_group
+from .layers.router import LoraRouter
 from .layers.siblings import form_groups
 from .memory.ahead import read_ahead
 from .memory.estimate import estimate_memory as estimate_layout
@@ -289,6 +290,12 @@ class MultiLora:
             raise UnsupportedAdapterError(
                 f"{plan.source}: an aLoRA that also saves whole modules or tokens is not served: these have no start."
             )
+        for item in plan.saved:
+            if isinstance(self._wrappers.get(item.path), LoraRouter):
+                raise UnsupportedAdapterError(
+                    f"{plan.source}: it saves the router {item.path!r} whole (modules_to_save), which is not served: "
+                    "LoRA on routers is."
+                )
         size = self._base_vocabulary()
         room = size + self.config.extra_vocab_size
         if plan.vocab_size is not None and plan.vocab_size > room:

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .blocks import replaced
 from .config import MultiLoraConfig
 from .errors import ModelError
 from .layers import LoraLayer
+from .layers.experts import LoraExperts
+from .layers.router import LoraRouter
 from .layers.saved import SavedLayer
 from .routing import Routing
 from .survey import Found, walk
@@ -50,6 +53,9 @@ def check_intact(
     """
     for path in paths:
         for parent, name in found[path].places:
+            around = replaced(parent) if issubclass(found[path].wrapper, (LoraExperts, LoraRouter)) else None
+            if around is not None:
+                raise ModelError(f"{path}: {around}: adapters on it cannot be served.")
             present = getattr(parent, name, None)
             if present is found[path].module:
                 setattr(parent, name, wrappers[path])

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .adapters.targets import ExpertBlock, Target, TargetTable
-from .blocks import block_of, router_weight
+from .blocks import block_of, replaced, router_weight
 from .config import MultiLoraConfig
 from .errors import ConfigError, ModelError, closest
 from .layers import LoraLayer, experts, wrapper_for
@@ -81,6 +81,8 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
             continue
         first_path[id(module)] = path
         reason = refusal(path, parent, name, module, outside)
+        if block is not None or wrapper is LoraRouter:
+            reason = reason or replaced(parent)
         if block is not None:
             _add_block(block, module, wrapper, parent, name, reason, config, found, refused, untargeted, blocks)
             continue
@@ -107,7 +109,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
                 has_bias=wrapper.kind == "linear" and getattr(module, "bias", None) is not None,
             )
             found[path] = Found(module, wrapper, (target,), [(parent, name)], scattered(model, path))
-    _check_selection(config, found, refused, modules)
+    _check_selection(config, found, blocks, refused, modules)
     table = TargetTable(
         targets={target.path: target for item in found.values() for target in item.targets},
         refused=refused,
@@ -141,10 +143,16 @@ def _add_block(
     blocks[block.path] = block
     if reason is not None:
         refused[block.path] = reason
-    elif any(selected(path, config.target_modules) for path in (block.path, *(p.path for p in projections))):
+    elif any(selected(path, config.target_modules) for path in (block.path, *names_in(block))):
         found[block.path] = Found(module, wrapper, projections, [(parent, name)])
     else:
         untargeted.update(target.path for target in projections)
+
+
+def names_in(block: ExpertBlock) -> list[str]:
+    """What target_modules may call a part of a block, which stands for all of it: projections, parameters."""
+    parameters = [f"{block.path}.{name}" for name in (block.gate_up, block.down)]
+    return [*(target.path for target in projections_of(block)), *parameters]
 
 
 def projections_of(block: ExpertBlock) -> tuple[Target, ...]:
@@ -205,7 +213,11 @@ def _renamed_keys(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:
 
 
 def _check_selection(
-    config: MultiLoraConfig, found: dict[str, Found], refused: dict[str, str], modules: list[str]
+    config: MultiLoraConfig,
+    found: dict[str, Found],
+    blocks: dict[str, ExpertBlock],
+    refused: dict[str, str],
+    modules: list[str],
 ) -> None:
     wanted = config.target_modules
     if wanted is None:
@@ -213,9 +225,10 @@ def _check_selection(
             raise ModelError("The model has no layer that can carry an adapter (linear, Conv1D or embedding).")
         return
     named = [wanted] if isinstance(wanted, str) else list(wanted)
+    names = [name for path, block in blocks.items() if path in found for name in names_in(block)]
     for entry in named:
         pattern: Sequence[str] | str = entry if isinstance(wanted, str) else [entry]
-        if any(selected(path, pattern) for path in found):
+        if any(selected(path, pattern) for path in (*found, *names)):
             continue
         hit = next((path for path in refused if selected(path, pattern)), None)
         if hit is not None:

@@ -257,7 +257,7 @@ def _check_saved(family: str) -> None:
             torch.testing.assert_close(got[row][kept], want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4"])
 def test_experts_saved_whole(family):
     _check_saved(family)
 

@@ -182,6 +182,18 @@ class LoraLayer(nn.Module):
             return state
         return state.for_shape(shape, flat, self._routing.tokens, self._path)
 
+    def _flat(self, state: RowState, shape: torch.Size) -> RowState:
+        """The state for an input `[rows * tokens, ...]` that may be as long as the batch has rows by accident: a layer
+        that is given some of the tokens only."""
+        tokens = self._routing.tokens
+        if tokens and not state.same and shape[0] != state.rows * tokens:
+            raise RoutingError(
+                f"{self._path}: an input of {shape[0]} tokens is not all of the {state.rows} rows of {tokens} tokens, "
+                "so that it does not show which rows it belongs to. This layer can serve one adapter at a time: pass "
+                "one id (a string) for all rows."
+            )
+        return self._fitted(state, shape, True)
+
     def _tokens(self, x: torch.Tensor, rows: int) -> int:
         """Tokens of each row in `x`."""
         return x.shape[:-1].numel() // rows

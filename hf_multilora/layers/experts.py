@@ -66,12 +66,23 @@ class LoraExperts(LoraLayer):
         adapted = not self._sites.isdisjoint(state.touched)
         if not adapted and not saved:
             return self._base(args, kwargs)
-        x = _inputs(args, kwargs)[0]
-        fitted = self._fitted(state, self._rows_of(x), True)
-        y = self._mixed(args, kwargs, fitted.tensor, fitted.rows) if adapted else self._base(args, kwargs)
+        fitted = self._flat(state, self._rows_of(_inputs(args, kwargs)[0]))
+        y = self._brought(args, kwargs, fitted) if adapted else self._base(args, kwargs)
         for own in saved:
-            y = select(fitted, own.slot, run_with(self.base_layer, own, args, kwargs), y)
+            y = self._select(fitted, own.slot, run_with(self.base_layer, own, args, kwargs), y)
         return y
+
+    def _brought(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: RowState) -> torch.Tensor:
+        """With the weights there: accelerate's hook brings offloaded ones in, and takes them away again."""
+        hook = self.base_layer.__dict__.get("_hf_hook")
+        if hook is None:
+            return self._mixed(args, kwargs, state.tensor, state.rows)
+        args, kwargs = hook.pre_forward(self.base_layer, *args, **kwargs)
+        y: torch.Tensor = hook.post_forward(self.base_layer, self._mixed(args, kwargs, state.tensor, state.rows))
+        return y
+
+    def _select(self, state: RowState, slot: int, own: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return select(state, slot, own, y)
 
     def _rows_of(self, x: torch.Tensor) -> torch.Size:
         return x.shape
@@ -131,6 +142,11 @@ class LoraExpertMajor(LoraExperts):
     Args:
         x: `[experts * tokens, hidden]`.
     """
+
+    def _select(self, state: RowState, slot: int, own: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        experts: Any = self.base_layer.num_experts
+        own, y = (t.view(experts, -1, t.shape[-1]).transpose(0, 1) for t in (own, y))
+        return select(state, slot, own, y).transpose(0, 1).reshape(-1, y.shape[-1])
 
     def _rows_of(self, x: torch.Tensor) -> torch.Size:
         return torch.Size((x.shape[0] // self.base_layer.num_experts, *x.shape[1:]))  # type: ignore[operator,arg-type]

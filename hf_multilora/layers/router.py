@@ -60,6 +60,11 @@ class LoraRouter(LoraLayer):
             )
         return output
 
+    def _check_flat(self, shape: torch.Size) -> None:
+        state = self._routing.state
+        if isinstance(state, RowState):
+            self._flat(state, shape)
+
     def _run(self, y: torch.Tensor, x: torch.Tensor, *args: Any) -> torch.Tensor:
         out: torch.Tensor = self._op((y,), x, *args)[0]
         return out
@@ -79,5 +84,7 @@ class _Logits(TorchFunctionMode):
         if func is F.linear and len(args) > 1 and args[1].shape == self._shape:
             self.seen += 1
             x = args[0]
+            if x.dim() == 2 and not is_dynamo_compiling():  # a graph must not depend on this batch's rows
+                self.layer._check_flat(x.shape)
             return self.layer._adapted(y, x, x.dim() == 2)
         return y

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from experts_bed import ExpertsBed, Pairs
+from experts_kernel_bed import ExpertsBed, Pairs
 from kernel_bed import DTYPES, same_bits
 
 from hf_multilora.kernels.custom import HAS_TRITON

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from experts_bed import ExpertsBed, Pairs
+from experts_kernel_bed import ExpertsBed, Pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_bed import DTYPES, same_bits

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy
 import pytest
 import torch
-from experts_bed import ExpertsBed, Pairs
+from experts_kernel_bed import ExpertsBed, Pairs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_bed import DTYPES, TOLERANCE, same_bits
