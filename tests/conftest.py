@@ -25,7 +25,15 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--shard", metavar="I/N", help="only every N-th test, from the I-th on; for several processes")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if shard := config.getoption("--shard"):
+        first, of = map(int, shard.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % of != first])
+        items[:] = items[first::of]
     if HAS_CUDA:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
