@@ -20,16 +20,11 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _EXPERT_MAJOR = re.compile(r"hidden_states\.view\(self\.gate_up_proj\.shape\[0\], -1,.*torch\.bmm\(", re.DOTALL)
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether a module holds stacked weights of experts, served or not."""
-    return any(parameter.dim() == 3 for parameter in module._parameters.values() if parameter is not None)
-
-
 def block_of(path: str, module: nn.Module) -> ExpertBlock | str | None:
     """The block that a module is; the reason why its experts cannot carry adapters; None: it is none."""
-    if not is_experts(module):
-        return None
     state, weights = module.__dict__, module._parameters
+    if not any(weight.dim() == 3 for weight in weights.values() if weight is not None):
+        return None
     gated = weights.get("gate_up_proj") is not None
     up, down = weights.get("gate_up_proj" if gated else "up_proj"), weights.get("down_proj")
     name = type(module).__name__
@@ -67,19 +62,18 @@ def block_of(path: str, module: nn.Module) -> ExpertBlock | str | None:
     )
 
 
-def router_weight(parent: nn.Module, module: nn.Module) -> torch.Tensor | None:
-    """The weight `[experts, hidden]` of a router: a module beside a block of experts that makes logits by itself."""
+def is_router(parent: nn.Module, module: nn.Module) -> bool:
+    """Whether a module beside a block of experts makes their logits itself, by a weight `[experts, hidden]`."""
     weight, kind = module._parameters.get("weight"), type(module)
     if weight is None or weight.dim() != 2 or kind.forward is nn.Linear.forward:
-        return None
+        return False
     if isinstance(module, nn.Linear) and not re.search(r"rout|gate", kind.__name__, re.IGNORECASE):
-        return None  # a quantised layer, say, whose forward is its own for that reason
-    children = [(name, child) for name, child in parent._modules.items() if child is not None]
-    blocks = [child for name, child in children if block_of(name, child) is not None]
-    counts = {
-        parameter.shape[0] for block in blocks for parameter in block._parameters.values() if parameter is not None
-    }
-    return weight if weight.shape[0] in counts else None
+        return False  # a quantised layer, say, whose forward is its own for that reason
+    blocks = [
+        child for name, child in parent._modules.items() if child is not None and block_of(name, child) is not None
+    ]
+    stacks = [stack for block in blocks for stack in block._parameters.values() if stack is not None]
+    return weight.shape[0] in {stack.shape[0] for stack in stacks}
 
 
 def replaced(parent: nn.Module) -> str | None:

@@ -131,12 +131,12 @@ class MultiLora:
         form_groups(self._single_places(), self._routing)
         extra, tied = self.config.extra_vocab_size, self._tied_embeddings()
         for path in tied & self._wrappers.keys():
-            self._wrappers[path].__dict__["_word"] = True
-        words = [wrapper._sites for wrapper in self._wrappers.values() if wrapper._word]
-        arena.word_sites = frozenset().union(*words)
+            self._wrappers[path].__dict__["_rare"] = True
+        rare = [wrapper._sites for wrapper in self._wrappers.values() if wrapper._rare]
+        arena.rare_sites = frozenset().union(*rare)
         self._all_sites = frozenset(range(self._layout.n_sites))
         self._path_of = {site: path for path, wrapper in self._wrappers.items() for site in wrapper._sites}
-        self._usual_sites = self._all_sites - arena.word_sites
+        self._usual_sites = self._all_sites - arena.rare_sites
         for path in tied if extra else ():
             if isinstance(self._wrappers.get(path), (LoraEmbedding, LoraHead)):
                 self._wrappers[path].__dict__["extra"] = extra
@@ -147,7 +147,7 @@ class MultiLora:
 
     def _served_sites(self) -> frozenset[int]:
         """The sites that graphs have to look at: of embeddings and the head only once an adapter has trained them."""
-        return self._all_sites if self.store.arena.words else self._usual_sites
+        return self._all_sites if self.store.arena.rare else self._usual_sites
 
     def _single_places(self) -> Iterator[tuple[nn.Module, str, LoraLayer]]:
         """(parent, attribute, wrapper) of the layers that may be served in groups."""
@@ -291,9 +291,10 @@ class MultiLora:
                 f"{plan.source}: an aLoRA that also saves whole modules or tokens is not served: these have no start."
             )
         for item in plan.saved:
-            if isinstance(self._wrappers.get(item.path), LoraRouter):
+            path = f"{item.path}.{item.name}".rpartition(".")[0]
+            if isinstance(self._wrappers.get(path), LoraRouter):
                 raise UnsupportedAdapterError(
-                    f"{plan.source}: it saves the router {item.path!r} whole (modules_to_save), which is not served: "
+                    f"{plan.source}: it saves the router {path!r} whole (modules_to_save), which is not served: "
                     "LoRA on routers is."
                 )
         size = self._base_vocabulary()

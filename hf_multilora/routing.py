@@ -86,13 +86,13 @@ class Routing:
             their own.
         open: outputs of siblings (`layers.siblings.Stash`) that wait to be taken.
         vectors: whether slots may hold gains or shifts, which compiled forwards then look for.
-        words: the same for embeddings and the output head, which adapters seldom train.
+        rare: the same for what adapters seldom train: embeddings, the output head, experts, routers.
     """
 
     def __init__(self, device: torch.device, adapters: int, capacity: int = 1024) -> None:
         self.adapters = adapters
         self.overlap = False
-        self.vectors = self.words = False
+        self.vectors = self.rare = False
         self.open: Any = None
         self.state: RowState | Idle | None = None
         self.tokens = 0

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from .adapters.targets import ExpertBlock, Target, TargetTable
-from .blocks import block_of, replaced, router_weight
+from .blocks import block_of, is_router, replaced
 from .config import MultiLoraConfig
 from .errors import ConfigError, ModelError, closest
 from .layers import LoraLayer, experts, wrapper_for
@@ -69,7 +69,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
             continue
         if block is not None:
             wrapper = experts.wrapper_of(module)
-        elif router_weight(parent, module) is not None:
+        elif is_router(parent, module):
             wrapper = LoraRouter
         if wrapper is None:
             continue
@@ -84,7 +84,13 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
         if block is not None or wrapper is LoraRouter:
             reason = reason or replaced(parent)
         if block is not None:
-            _add_block(block, module, wrapper, parent, name, reason, config, found, refused, untargeted, blocks)
+            blocks[path] = block
+            if reason is not None:
+                refused[path] = reason
+            elif any(selected(known, config.target_modules) for known in block.names):
+                found[path] = Found(module, wrapper, block.targets, [(parent, name)])
+            else:
+                untargeted.update(target.path for target in block.targets)
             continue
         if reason is None:
             try:
@@ -123,46 +129,6 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
         blocks=blocks,
     )
     return Survey(found, table)
-
-
-def _add_block(
-    block: ExpertBlock,
-    module: nn.Module,
-    wrapper: type[LoraLayer],
-    parent: nn.Module,
-    name: str,
-    reason: str | None,
-    config: MultiLoraConfig,
-    found: dict[str, Found],
-    refused: dict[str, str],
-    untargeted: set[str],
-    blocks: dict[str, ExpertBlock],
-) -> None:
-    """A block of experts: found, refused, or left out by `target_modules`, which may name it or a projection."""
-    projections = projections_of(block)
-    blocks[block.path] = block
-    if reason is not None:
-        refused[block.path] = reason
-    elif any(selected(path, config.target_modules) for path in (block.path, *names_in(block))):
-        found[block.path] = Found(module, wrapper, projections, [(parent, name)])
-    else:
-        untargeted.update(target.path for target in projections)
-
-
-def names_in(block: ExpertBlock) -> list[str]:
-    """What target_modules may call a part of a block, which stands for all of it: projections, parameters."""
-    parameters = [f"{block.path}.{name}" for name in (block.gate_up, block.down)]
-    return [*(target.path for target in projections_of(block)), *parameters]
-
-
-def projections_of(block: ExpertBlock) -> tuple[Target, ...]:
-    """The targets of a block, in the order of its sites: gate (where there is one), up, down."""
-    names = ("gate_proj", "up_proj") if block.has_gate else ("up_proj",)
-    into = [(name, block.hidden, block.intermediate) for name in names]
-    both = [*into, ("down_proj", block.intermediate, block.hidden)]
-    return tuple(
-        Target(f"{block.path}.{name}", "experts", inside, out, experts=block.experts) for name, inside, out in both
-    )
 
 
 def tied_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -225,7 +191,7 @@ def _check_selection(
             raise ModelError("The model has no layer that can carry an adapter (linear, Conv1D or embedding).")
         return
     named = [wanted] if isinstance(wanted, str) else list(wanted)
-    names = [name for path, block in blocks.items() if path in found for name in names_in(block)]
+    names = [name for path, block in blocks.items() if path in found for name in block.names]
     for entry in named:
         pattern: Sequence[str] | str = entry if isinstance(wanted, str) else [entry]
         if any(selected(path, pattern) for path in (*found, *names)):

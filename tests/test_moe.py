@@ -193,10 +193,10 @@ def test_experts_cost_graphs_nothing_until_an_adapter_trains_them():
     model = enable_multilora(bare("qwen3_moe"), max_loras=2, max_lora_rank=8, slot_bytes=4 << 20)
     tensors, config = adapters("qwen3_moe")["attention"][1]
     model.multilora.load(dict(tensors), "attention", config=config)
-    assert not model.multilora.store.arena.words
+    assert not model.multilora.store.arena.rare
     tensors, config = adapters("qwen3_moe")["2-D"][1]
     model.multilora.load(dict(tensors), "2-D", config=config)
-    assert model.multilora.store.arena.words
+    assert model.multilora.store.arena.rare
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "llama4"])

@@ -116,7 +116,8 @@ def test_target_modules_may_name_a_part_of_a_block(wanted):
 
 
 @pytest.mark.parametrize(("family", "router"), [("qwen3_moe", "gate"), ("gpt_oss", "router")])
-def test_a_router_saved_whole_is_refused_when_it_is_loaded(family, router):
+@pytest.mark.parametrize("inside", [False, True], ids=["by name", "inside of mlp"])
+def test_a_router_saved_whole_is_refused_when_it_is_loaded(family, router, inside):
     model = enable_multilora(bare(family), **OPTIONS)
     tensors, config = adapters(family)["attention"][1]
     saved = {
@@ -124,8 +125,16 @@ def test_a_router_saved_whole_is_refused_when_it_is_loaded(family, router):
         for i, layer in enumerate(model.model.layers)
         for name, parameter in layer.mlp.get_submodule(router).named_parameters(recurse=False)
     }
+    if inside:
+        saved |= {
+            f"base_model.model.model.layers.{i}.mlp.experts.{name}": parameter + 1
+            for i, layer in enumerate(model.model.layers)
+            for name, parameter in layer.mlp.experts.named_parameters()
+        }
     with pytest.raises(UnsupportedAdapterError, match="router .* whole"):
-        model.multilora.load({**tensors, **saved}, "one", config={**config, "modules_to_save": [router]})
+        model.multilora.load(
+            {**tensors, **saved}, "one", config={**config, "modules_to_save": ["mlp" if inside else router]}
+        )
 
 
 def test_an_implementation_of_the_user_s_own_is_refused_when_it_is_loaded():

@@ -95,6 +95,22 @@ class ExpertBlock:
         """Last names of its targets."""
         return ("gate_proj", "up_proj", "down_proj") if self.has_gate else ("up_proj", "down_proj")
 
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """What carries adapters: its projections, in the order of their sites."""
+        into, out = (self.hidden, self.intermediate), (self.intermediate, self.hidden)
+        return tuple(
+            Target(f"{self.path}.{name}", "experts", *(out if name == "down_proj" else into), experts=self.experts)
+            for name in self.projections
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that a list of modules may call it by: itself, its projections, its parameters."""
+        return tuple(
+            dict.fromkeys((self.path, *(f"{self.path}.{n}" for n in (*self.projections, self.gate_up, self.down))))
+        )
+
     def rows_of(self, name: str) -> list[tuple[str, tuple[int, int, int]]]:
         """The projections in the output of "gate_up_proj", "gate_proj", "up_proj" or "down_proj".
 

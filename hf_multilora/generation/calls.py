@@ -326,7 +326,7 @@ class Calls:
         its newest `use` block."""
         own = self.routing.force
         force = own if force is None else force
-        self.routing.vectors, self.routing.words = self.store.arena.vectors, self.store.arena.words
+        self.routing.vectors, self.routing.rare = self.store.arena.vectors, self.store.arena.rare
         if self._running and force is own:
             self.routing.trace(self._running[-1], force, "forward")
             return

@@ -15,8 +15,8 @@ from torch import Tensor
 from ..adapters.targets import ExpertBlock
 from ..errors import RoutingError
 from . import custom, reference_experts
-from .custom import HAS_TRITON, TRITON_DTYPES, runs_triton
-from .ops import Workspace
+from .custom import HAS_TRITON, runs_triton
+from .ops import ArenaOp, Workspace
 
 if HAS_TRITON:
     from . import experts as kernels
@@ -26,16 +26,10 @@ Projection = tuple[int, int, int, int]  # site, first column, columns from one t
 
 
 def projections_of(block: ExpertBlock, first: int) -> tuple[list[Projection], list[Projection], int]:
-    """Those into the experts, those out of them, and the number of experts, for sites that begin at `first`.
-
-    Gate and up lie side by side in one output, or in turns.
-    """
-    width = block.intermediate
-    up = [(first, 0, 1, width)]
-    if block.has_gate:
-        step = 2 if block.interleaved else 1
-        up = [(first, 0, step, width), (first + 1, 1 if block.interleaved else width, step, width)]
-    return up, [(first + len(up), 0, 1, block.hidden)], block.experts
+    """Those into the experts, those out of them, and the number of experts, for sites that begin at `first`."""
+    sites = {name: first + place for place, name in enumerate(block.projections)}
+    up = [(sites[name], start, step, block.intermediate) for name, (start, _, step) in block.rows_of(block.gate_up)]
+    return up, [(sites["down_proj"], 0, 1, block.hidden)], block.experts
 
 
 class Pairs:
@@ -56,15 +50,16 @@ class Pairs:
         self.buckets: Any = None
 
 
-class ExpertsOp:
+class ExpertsOp(ArenaOp):
     """The LoRA branch of a block of experts.
 
     Args:
-        data, meta, floats, slot_elems, zero_off: the arena, as for `reference.lora_linear`.
+        data, meta, floats, slot_elems, zero_off, max_rank, workspace: as for `LinearOp`.
         up, down: the projections into and out of the experts.
         experts: how many there are.
-        max_rank: largest rank that a slot may hold at these layers.
     """
+
+    __slots__ = ("down", "experts", "up")
 
     def __init__(
         self,
@@ -79,15 +74,9 @@ class ExpertsOp:
         max_rank: int,
         workspace: Workspace,
     ) -> None:
-        self.data, self.meta, self.slot_elems, self.zero_off = data, meta, slot_elems, zero_off
-        self.up, self.down, self.experts, self.workspace = tuple(up), tuple(down), experts, workspace
-        self.key = custom.register(self)
-        if HAS_TRITON and data.is_cuda and data.dtype in TRITON_DTYPES:
-            counters = workspace.counters(meta.shape[0], data.device)
-            self.arena = launch.Arena(data, meta, floats, counters, slot_elems, max_rank)
-
-    def pairs(self, tokens: Tensor, experts: Tensor, count: int, row_slots: Tensor, rows: int) -> Pairs:
-        return Pairs(tokens, experts, count, row_slots, rows)
+        self.up, self.down, self.experts = tuple(up), tuple(down), experts
+        widths = [width for *_, width in (*up, *down)]
+        super().__init__(data, meta, floats, slot_elems, zero_off, up[0][0], widths, max_rank, workspace)
 
     def __call__(self, y: Tensor, x: Tensor, pairs: Pairs, *, up: bool) -> Tensor:
         """`y [S, N]` with the deltas of x `[S, K]`, both in the order of the pairs; y itself on CUDA, where it can."""

@@ -71,8 +71,8 @@ class Workspace:
         return self._counters
 
 
-class _Op:
-    """What both ops share: the arena."""
+class ArenaOp:
+    """What all ops share: the arena."""
 
     # Slots lie side by side: between two calls of one op all else of the model has passed through the caches.
     __slots__ = (
@@ -128,7 +128,7 @@ class _Bound:
         self.addresses = address, address if starts is None else starts.data_ptr()
 
 
-class LinearOp(_Op):
+class LinearOp(ArenaOp):
     """The LoRA branch of a group of linear layers that read the same x; most groups are one layer.
 
     Args:
@@ -317,7 +317,7 @@ class LinearOp(_Op):
         return True
 
 
-class EmbeddingOp(_Op):
+class EmbeddingOp(ArenaOp):
     """The LoRA branch of one embedding; arguments as for `LinearOp`, `width` being the embedding's."""
 
     __slots__ = ()

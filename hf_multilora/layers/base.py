@@ -35,7 +35,7 @@ _OWN = (
     "_place",
     "extra",
     "positions",
-    "_word",
+    "_rare",
     "_direct",
 )
 
@@ -58,7 +58,7 @@ class LoraLayer(nn.Module):
     _path: str
     _scattered: str  # why its inputs do not begin with rows; empty where they do
     _direct: Callable[[torch.Tensor], torch.Tensor]  # the base's forward
-    _word = False  # whether adapters seldom train it: tokens, logits, experts, routers
+    _rare = False  # whether adapters seldom train it: tokens, logits, experts, routers
 
     @classmethod
     def wrap(cls, base: nn.Module, path: str, routing: Routing, scattered: str = "") -> LoraLayer:
@@ -139,7 +139,7 @@ class LoraLayer(nn.Module):
         """
         routing = self._routing
         if torch.compiler.is_dynamo_compiling():
-            if not routing.serving(self._path, self._scattered) or (self._word and not routing.words):
+            if not routing.serving(self._path, self._scattered) or (self._rare and not routing.rare):
                 return y
             return self._run(y, x, routing.static, routing.compiled_rows(x.shape, flat, self._path))
         state = routing.state

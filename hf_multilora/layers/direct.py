@@ -1,6 +1,6 @@
 """The forward of a base layer, with as little Python as there can be.
 
-nn.Linear.forward finds its weight and bias by nn.Module.__getattr__, which takes half as long as the product's launch.
+nn.Linear.forward finds its weight and bias by nn.Module.__getattr__: Python, at every call.
 """
 
 from __future__ import annotations

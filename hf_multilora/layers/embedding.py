@@ -26,7 +26,7 @@ class LoraEmbedding(LoraLayer):
     """
 
     kind = "embedding"
-    _word = True
+    _rare = True
     extra = 0  # ids beyond the base's table that adapters may own
     positions = True  # whether it may be asked once for positions that all rows share; a table of tokens is not
 
@@ -54,7 +54,7 @@ class LoraEmbedding(LoraLayer):
             torch.compiler.is_dynamo_compiling()
             and self.positions
             and routing.serving(self._path)
-            and routing.words
+            and routing.rare
             and not routing.uniform
         ):
             y, ids = self._spread(y, ids, routing.rows)

@@ -17,6 +17,7 @@ from transformers.integrations.moe import _batched_linear, _grouped_linear
 
 from ..blocks import SERVED
 from ..errors import ModelError
+from ..kernels.experts_op import Pairs
 from ..rows import RowState
 from .base import LoraLayer
 from .saved import run_with, select
@@ -39,7 +40,7 @@ class LoraExperts(LoraLayer):
     """
 
     kind = "experts"
-    _word = True
+    _rare = True
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         routing = self._routing
@@ -47,7 +48,7 @@ class LoraExperts(LoraLayer):
         if state is None:
             return self._base(args, kwargs)
         if is_dynamo_compiling():
-            if not routing.serving(self._path) or (self._word and not routing.words):
+            if not routing.serving(self._path) or (self._rare and not routing.rare):
                 return self._base(args, kwargs)
             x = _inputs(args, kwargs)[0]
             return self._mixed(args, kwargs, routing.static, routing.compiled_rows(self._rows_of(x), True, self._path))
@@ -122,7 +123,7 @@ class LoraExperts(LoraLayer):
                 bias = getattr(base, f"{name}_bias")[experts] if biases else None
                 return _grouped_linear(source, getattr(base, name), ends, bias, base.is_transposed)
 
-        pairs = self._op.pairs(tokens, experts, count, row_slots, rows)
+        pairs = Pairs(tokens, experts, count, row_slots, rows)
         y = self._op(linear(source, up_name), source, pairs, up=True)
         inner = base._apply_gate(y) if base.has_gate else base.act_fn(y)
         y = self._op(linear(inner, "down_proj"), inner, pairs, up=False)
@@ -157,7 +158,7 @@ class LoraExpertMajor(LoraExperts):
         experts, count, hidden = x.shape
         tokens = torch.arange(count, device=x.device).repeat(experts)
         of = torch.arange(experts, device=x.device).repeat_interleave(count)
-        pairs = self._op.pairs(tokens, of, count, row_slots, rows)
+        pairs = Pairs(tokens, of, count, row_slots, rows)
         y = torch.bmm(x, base.gate_up_proj).view(experts * count, -1)
         y = self._op(y, x.reshape(-1, hidden), pairs, up=True)
         gate, up = y.view(experts, count, -1).chunk(2, dim=-1)

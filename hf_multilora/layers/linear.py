@@ -89,7 +89,7 @@ class LoraLinear(LoraLayer):
     def _traced(self, x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         """The forward inside of a compiled one."""
         routing, group = self._routing, self._group
-        if not routing.serving(self._path, self._scattered) or (self._word and not routing.words):
+        if not routing.serving(self._path, self._scattered) or (self._rare and not routing.rare):
             return self.base_layer.forward(x, *args, **kwargs)
         if routing.open is not None:
             routing.open.fail()

@@ -23,7 +23,7 @@ class LoraRouter(LoraLayer):
     """
 
     kind = "linear"
-    _word = True
+    _rare = True
 
     @classmethod
     def dimensions(cls, base: nn.Module) -> tuple[int, int]:
@@ -35,19 +35,15 @@ class LoraRouter(LoraLayer):
         if state is None:
             return self.base_layer.forward(*args, **kwargs)
         if is_dynamo_compiling():
-            if not self._routing.serving(self._path) or not self._routing.words:
+            if not self._routing.serving(self._path) or not self._routing.rare:
                 return self.base_layer.forward(*args, **kwargs)
             return self._through(args, kwargs)
         if not isinstance(state, RowState):
             y = self.base_layer.forward(*args, **kwargs)
             return state.serve(lambda: self.forward(*args, **kwargs), y, self._path)
-        if self._path in state.saved:
-            raise ModelError(f"{self._path}: a router that an adapter saves whole is not served.")
-        return (
-            self.base_layer.forward(*args, **kwargs)
-            if self._sites.isdisjoint(state.touched)
-            else self._through(args, kwargs)
-        )
+        if self._sites.isdisjoint(state.touched):
+            return self.base_layer.forward(*args, **kwargs)
+        return self._through(args, kwargs)
 
     def _through(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch = _Logits(self)

@@ -39,8 +39,8 @@ class Arena:
         zero_off: index in `data` of the first element of the zeros.
         slot_elems: elements of one slot.
         vectors: whether an adapter with gains or shifts has ever been loaded.
-        word_sites: sites of embeddings and the output head.
-        words: whether an adapter that trained one of these has ever been loaded.
+        rare_sites: sites of what adapters seldom train: embeddings, the output head, experts, routers.
+        rare: whether an adapter that trained one of these has ever been loaded.
 
     Raises:
         ConfigError: `slot_bytes` does not even hold the header.
@@ -58,14 +58,14 @@ class Arena:
     ) -> None:
         self.layout = layout
         self.max_loras = max_loras
-        self.vectors = self.words = False
-        self.word_sites: frozenset[int] = frozenset()
+        self.vectors = self.rare = False
+        self.rare_sites: frozenset[int] = frozenset()
         self._allocate(align(slot_bytes, SLOT_ALIGN), torch.device(device), dtype)
 
     def expect(self, sites: Iterable[int], vectors: bool) -> None:
         """An adapter may come that trained these sites, and whether it has gains or shifts: graphs are made for it."""
         self.vectors = self.vectors or vectors
-        self.words = self.words or not self.word_sites.isdisjoint(sites)
+        self.rare = self.rare or not self.rare_sites.isdisjoint(sites)
 
     def _allocate(self, slot_bytes: int, device: torch.device, dtype: torch.dtype) -> None:
         if slot_bytes <= self.layout.header_bytes:
