@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations import moe
 
 from .adapters.targets import ExpertBlock
 
 # Implementations whose products are known. Others (deepgemm, sonicmoe) are one kernel, with no place for a delta.
 SERVED = ("batched_mm", "grouped_mm", "eager")
+_PRODUCTS = ("_batched_linear", "_grouped_linear")  # transformers' own, without a promise that they stay
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Llama 4's experts: tokens of one expert after the other, all of them scaled before.
@@ -46,6 +48,9 @@ def block_of(path: str, module: nn.Module) -> ExpertBlock | str | None:
             f"its experts are computed by {implementation!r}, which has no place for a delta; "
             "model.set_experts_implementation('grouped_mm') has"
         )
+    lost = [product for product in _PRODUCTS if decorated and not hasattr(moe, product)]
+    if lost:
+        return f"this version of transformers has no {' and '.join(lost)}, by which its experts would be computed"
     transposed = major or bool(state.get("is_transposed"))
     experts, inside, out = up.shape if transposed else (up.shape[0], up.shape[2], up.shape[1])
     return ExpertBlock(

@@ -16,6 +16,7 @@ from moe_bed import HIDDEN, VOCAB, bare, merged, three_d
 from safetensors.torch import save_file
 from test_moe import ROWS, adapters, enabled, logits
 from torch import nn
+from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
 
 from hf_multilora import enable_multilora
@@ -154,3 +155,30 @@ def test_what_inspect_says_of_stacked_experts(name: str, tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     seen = inspect_adapter(str(tmp_path))
     assert seen.rank == adapter.rank and set(seen.scalings.values()) == {adapter.scaling} and not seen.unmatched
+
+
+def test_products_that_transformers_has_no_more(monkeypatch: pytest.MonkeyPatch):
+    """They are private there: without them experts are refused by name, and all else is served."""
+    monkeypatch.delattr(moe, "_grouped_linear")
+    model = enable_multilora(bare("qwen3_moe"), **OPTIONS)
+    with pytest.raises(UnsupportedAdapterError, match="this version of transformers has no _grouped_linear"):
+        load(model, "qwen3_moe")
+    load(model, "qwen3_moe", "attention")
+
+
+def test_blocks_may_be_called_by_keywords():
+    model = enabled("qwen3_moe")
+    want = logits(model, 4, adapter_ids=ROWS)
+    for layer in model.model.layers:
+        block = layer.mlp.experts
+        layer.mlp._modules["experts"] = ByKeyword(block)
+    assert torch.equal(logits(model, 4, adapter_ids=ROWS), want)
+
+
+class ByKeyword(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.block(x, top_k_weights=weights, top_k_index=index)

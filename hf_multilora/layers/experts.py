@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
-from transformers.integrations.moe import _batched_linear, _grouped_linear
+from transformers.integrations import moe
 
 from ..blocks import SERVED
 from ..errors import ModelError
@@ -89,7 +89,8 @@ class LoraExperts(LoraLayer):
         return x.shape
 
     def _mixed(self, args: Sequence[Any], kwargs: dict[str, Any], row_slots: torch.Tensor, rows: int) -> torch.Tensor:
-        x, index, weights = _inputs(args, kwargs)
+        x, *chosen_by = _inputs(args, kwargs)
+        index, weights = sorted(chosen_by, key=torch.is_floating_point)  # by keyword they may come in any order
         base: Any = self.base_layer
         how = base.config._experts_implementation or "eager"
         if how not in SERVED or getattr(base, "_is_expert_parallel", False):
@@ -109,7 +110,7 @@ class LoraExperts(LoraLayer):
 
             def linear(source: torch.Tensor, name: str) -> torch.Tensor:
                 bias = getattr(base, f"{name}_bias")[picked] if biases else None
-                return _batched_linear(source, getattr(base, name)[picked], bias, base.is_transposed)
+                return moe._batched_linear(source, getattr(base, name)[picked], bias, base.is_transposed)
 
             source = x.repeat_interleave(chosen, dim=0)
         else:
@@ -121,7 +122,7 @@ class LoraExperts(LoraLayer):
 
             def linear(source: torch.Tensor, name: str) -> torch.Tensor:
                 bias = getattr(base, f"{name}_bias")[experts] if biases else None
-                return _grouped_linear(source, getattr(base, name), ends, bias, base.is_transposed)
+                return moe._grouped_linear(source, getattr(base, name), ends, bias, base.is_transposed)
 
         pairs = Pairs(tokens, experts, count, row_slots, rows)
         y = self._op(linear(source, up_name), source, pairs, up=True)
@@ -154,7 +155,7 @@ class LoraExpertMajor(LoraExperts):
 
     def _mixed(self, args: Sequence[Any], kwargs: dict[str, Any], row_slots: torch.Tensor, rows: int) -> torch.Tensor:
         base: Any = self.base_layer
-        x = (*args, *kwargs.values())[0].view(base.gate_up_proj.shape[0], -1, base.hidden_size)
+        x = _inputs(args, kwargs)[0].view(base.gate_up_proj.shape[0], -1, base.hidden_size)
         experts, count, hidden = x.shape
         tokens = torch.arange(count, device=x.device).repeat(experts)
         of = torch.arange(experts, device=x.device).repeat_interleave(count)
