@@ -23,7 +23,7 @@ from .config import MultiLoraConfig
 from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, UnsupportedAdapterError, closest
 from .generation.calls import Calls
 from .generation.graphs import Graphs
-from .generation.ids import BASE, names_of
+from .generation.ids import BASE, Key, names_of
 from .generation.logits import Vocabulary
 from .generation.mixin import restore_parts, swap_class, swap_parts
 from .generation.warmup import warm_up
@@ -84,12 +84,12 @@ class MultiLora:
             self.store,
             self._routing,
             self.ensure,
-            self._check_layers,
+            self.check_layers,
             lambda: model.training,
             bool(getattr(model.config, "is_encoder_decoder", False)),
         )
         if config.decode_graphs:
-            self.calls.graphs = Graphs(self._routing, self.calls.order_streams, self._served_sites, self._memory)
+            self.calls.graphs = Graphs(self._routing, self.calls.order_streams, self.served_sites, self._memory)
         if config.extra_vocab_size and hasattr(model, "final_logits_bias"):
             raise ConfigError(
                 f"extra_vocab_size={config.extra_vocab_size}: {type(model).__name__} adds a bias as wide as the base "
@@ -140,12 +140,20 @@ class MultiLora:
         for path in tied if extra else ():
             if isinstance(self._wrappers.get(path), (LoraEmbedding, LoraHead)):
                 self._wrappers[path].__dict__["extra"] = extra
+        self._place_behind()
         tokens = self._model.get_input_embeddings()
         for wrapper in self._wrappers.values():
             if isinstance(wrapper, LoraEmbedding):
                 wrapper.positions = wrapper is not tokens and wrapper._path not in tied
 
-    def _served_sites(self) -> frozenset[int]:
+    def _place_behind(self) -> None:
+        """Tell the wrappers behind the model's body: a forward may leave out tokens without logits for them."""
+        body = self._model.base_model_prefix
+        if body and getattr(self._model, body, None) is not None:
+            for path, wrapper in self._wrappers.items():
+                wrapper.__dict__["_behind"] = path.partition(".")[0] != body
+
+    def served_sites(self) -> frozenset[int]:
         """The sites that graphs have to look at: of embeddings and the head only once an adapter has trained them."""
         return self._all_sites if self.store.arena.rare else self._usual_sites
 
@@ -330,6 +338,7 @@ class MultiLora:
                 self._survey.found[path] = item = saved_layer(self._model, path)
                 self._wrappers |= swap_in({path: item}, self._routing)
                 self._containers += containers(self._model, [path])
+            self._place_behind()
 
     def _base_dtype(self, path: str, name: str) -> torch.dtype | None:
         """dtype of a parameter of the base model; what adapters save of it is kept in the same."""
@@ -437,8 +446,11 @@ class MultiLora:
         return {adapter.name: adapter for adapter in self.status().adapters}
 
     def status(self) -> Status:
-        """Slots, adapters, and the statistics of both levels of cache."""
-        return self.store.status()
+        """Slots, adapters, the statistics of both levels of cache, and those of continuous batching while it runs."""
+        status = self.store.status()
+        running = [manager for manager in self.calls.managers if manager.is_running()]
+        status.batching = running[-1].status() if running else None
+        return status
 
     def estimate_memory(self, **options: Any) -> dict[str, Any]:
         """Bytes of the slots as they are, or as they would be with other options."""
@@ -454,8 +466,12 @@ class MultiLora:
         with suppress(AdapterNotFoundError):
             self.store.entry(name)
             return
+        self.check_loadable(name)
+        self.store.ensure(name, functools.partial(self._read, name, max_lora_rank=self.config.max_lora_rank))
+
+    def check_loadable(self, name: str) -> None:
+        """Raises: AdapterNotFoundError where a name is nothing that on-demand loading would try to load."""
         if self.config.on_demand and ("/" in name or Path(name).is_dir()):
-            self.store.ensure(name, functools.partial(self._read, name, max_lora_rank=self.config.max_lora_rank))
             return
         known = self.store.names()
         hint = "" if self.config.on_demand else " On-demand loading is off (on_demand=False)."
@@ -465,7 +481,14 @@ class MultiLora:
             f"model.load_adapter(path, adapter_name={name!r})."
         )
 
-    def _check_layers(self, sites: Collection[int], saved: Iterable[str]) -> None:
+    def check_known(self, key: Key | None) -> None:
+        """Raises: AdapterNotFoundError where a name of it is neither registered nor anything that could be loaded."""
+        for name in names_of(key):
+            if name not in self.store:
+                self.check_loadable(name)
+
+    def check_layers(self, sites: Collection[int], saved: Iterable[str]) -> None:
+        """Raises: ModelError where a layer of these sites, or a saved module, is not in the model any more."""
         paths = dict.fromkeys(self._path_of[site] for site in sites) | dict.fromkeys(saved)
         check_intact(paths, self._survey.found, self._wrappers)
         check_containers(self._containers)
@@ -496,6 +519,7 @@ class MultiLora:
 
     def detach(self) -> None:
         """Undo everything (see `disable_multilora`)."""
+        self.calls.check_managers("disabled")
         busy = [adapter.name for adapter in self.status().adapters if adapter.in_use]
         if busy:
             raise ModelError(f"Calls in flight still use {', '.join(busy)}. Let them end before disabling.")

@@ -86,6 +86,76 @@ class AdapterStatus:
 
 
 @dataclass
+class AdapterTraffic:
+    """Requests of one adapter (or mix, or the base) in continuous batching.
+
+    `requests` is all of them; children of `num_return_sequences` count for themselves.
+    """
+
+    requests: int = 0
+    waiting: int = 0
+    running: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    prefix_tokens: int = 0  # of prompts, found in the cache
+    wait_s: float = 0.0  # from arrival to the first step, in sum
+    longest_wait_s: float = 0.0
+    passed_over: int = 0  # the most later requests that went before one of these
+
+
+@dataclass
+class BatchingStatus:
+    """A snapshot of one manager of continuous batching."""
+
+    adapters: dict[str, AdapterTraffic]  # by name ("a*0.7+b*0.3" for a mix, "base")
+    steps: int = 0
+    seats: int = 0  # slots that running requests hold
+
+    _HEAD = (
+        "requests of", "all", "waiting", "running", "finished", "failed", "cancelled", "new tokens", "prefix tokens",
+        "longest wait",
+    )  # fmt: skip
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Prompt tokens that were found in the cache, of all adapters."""
+        return sum(traffic.prefix_tokens for traffic in self.adapters.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __repr__(self) -> str:
+        return f"BatchingStatus({self._title()})"
+
+    def __str__(self) -> str:
+        return "\n\n".join([self._title(), _text_table(self._HEAD, self._rows())])
+
+    def _repr_html_(self) -> str:
+        return _html_table(self._title(), self._HEAD, self._rows())
+
+    def __rich__(self) -> Any:
+        return _rich_table(self._title(), self._HEAD, self._rows())
+
+    def _title(self) -> str:
+        running = sum(traffic.running for traffic in self.adapters.values())
+        waiting = sum(traffic.waiting for traffic in self.adapters.values())
+        return (
+            f"{count(running, 'request')} running on {count(self.seats, 'slot')}, {waiting} waiting, "
+            f"{count(self.steps, 'step')}"
+        )
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [
+            (name, *map(str, (t.requests, t.waiting, t.running, t.finished, t.failed, t.cancelled, t.new_tokens)))
+            + (str(t.prefix_tokens), f"{t.longest_wait_s:.2f} s")
+            for name, t in self.adapters.items()
+        ]
+
+
+@dataclass
 class CacheCounters:
     """Statistics of one cache level since enable."""
 
@@ -109,6 +179,7 @@ class Status:
     slots: list[str | None]  # name in each slot (mixes as "a*0.7+b*0.3"), None: free
     resident: CacheCounters  # slots
     registered: CacheCounters  # host memory
+    batching: BatchingStatus | None = None  # of the manager of continuous batching that runs, if one does
 
     _ADAPTER_HEAD = ("adapter", "rank", "size", "slot", "pinned", "in use", "source")
     _LEVEL_HEAD = ("level", "hits", "misses", "evictions", "brought in", "time")
@@ -121,12 +192,13 @@ class Status:
 
     def __str__(self) -> str:
         adapters = _text_table(self._ADAPTER_HEAD, self._adapter_rows())
-        return "\n\n".join([self._title(), adapters, _text_table(self._LEVEL_HEAD, self._level_rows())])
+        parts = [self._title(), adapters, _text_table(self._LEVEL_HEAD, self._level_rows())]
+        return "\n\n".join([*parts, *([str(self.batching)] if self.batching else [])])
 
     def _repr_html_(self) -> str:
-        return _html_table(self._title(), self._ADAPTER_HEAD, self._adapter_rows()) + _html_table(
-            None, self._LEVEL_HEAD, self._level_rows()
-        )
+        tables = _html_table(self._title(), self._ADAPTER_HEAD, self._adapter_rows())
+        tables += _html_table(None, self._LEVEL_HEAD, self._level_rows())
+        return tables + (self.batching._repr_html_() if self.batching else "")
 
     def __rich__(self) -> Any:
         from rich.console import Group
@@ -134,6 +206,7 @@ class Status:
         return Group(
             _rich_table(self._title(), self._ADAPTER_HEAD, self._adapter_rows()),
             _rich_table(None, self._LEVEL_HEAD, self._level_rows()),
+            *([self.batching] if self.batching else []),
         )
 
     def _title(self) -> str:
@@ -237,8 +310,12 @@ def abridge(items: Sequence[str], shown: int = 8) -> str:
     return text if len(items) <= shown else f"{text} and {len(items) - shown} more"
 
 
+_NUMBERS = {"rank", "size", "slot", "in use", "hits", "misses", "evictions", "brought in", "time"}
+_NUMBERS |= set(BatchingStatus._HEAD[1:])
+
+
 def _numeric(head: str) -> bool:
-    return head in ("rank", "size", "slot", "in use", "hits", "misses", "evictions", "brought in", "time")
+    return head in _NUMBERS
 
 
 def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -52,6 +52,8 @@ class RowState:
         starts: int32 `[rows]`, the token of this forward from which each row's adapter is active; None: the first.
     """
 
+    packed = False  # whether the rows are the tokens of one long row (`packed.PackedState`)
+
     __slots__ = (
         "_filled", "_streams", "adapters", "memo", "plain", "rows", "same", "saved",
         "slots", "starts", "tensor", "tokens", "touched", "uniform",
@@ -133,6 +135,10 @@ class RowState:
         with torch.inference_mode(False):
             state.tensor = torch.empty_like(self.tensor)
         return state
+
+    def for_layer(self, behind: bool) -> RowState:
+        """The state of a layer; `behind`: of those behind the place where a model leaves out tokens without logits."""
+        return self
 
     def for_rows(self, rows: int) -> RowState:
         """The state for a batch of `rows` rows: itself, or one adapter over all of them."""

@@ -16,11 +16,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from ..errors import ModelError, RoutingError
+from ..memory.lease import Lease
 from ..memory.store import AdapterStore
 from ..routing import SAVED, Force, Idle, Routing
 from ..rows import RowState
@@ -108,6 +110,7 @@ class Calls:
         self._stream: torch.cuda.Stream | None = None
         self.graphs: Graphs | None = None  # where decode steps are captured
         self.steps = CompiledSteps()
+        self.managers: WeakSet[Any] = WeakSet()  # of continuous batching
         self._states = StateTags()
         routing.on_trace = torch._dynamo.disable(self._traced)
         routing.publish(self._idle)
@@ -207,10 +210,16 @@ class Calls:
         Raises:
             ModelError: this thread's own call is running, which would be waited for in vain.
         """
+        self.check_managers(what)
         if self._current.get() is not None or self.holds_lock():
             raise ModelError(f"The model cannot be {what} from inside of one of its calls. Let the call end first.")
         with self._gate.closed(), self.lock:
             yield
+
+    def check_managers(self, what: str) -> None:
+        """Raises: ModelError while a manager of continuous batching runs, whose graphs and requests use the slots."""
+        if any(manager.is_running() for manager in list(self.managers)):
+            raise ModelError(f"The model cannot be {what} while continuous batching runs. Stop its manager first.")
 
     @contextmanager
     def inherited(self) -> Iterator[Call | None]:
@@ -453,6 +462,36 @@ class Calls:
             self._runner = runner
             self.routing.publish(self._running[-1] if self._running else self._idle, before)
             self._trace()
+
+    @contextmanager
+    def packed(self, state: RowState | None, leases: Iterable[Lease], overlap: bool) -> Iterator[None]:
+        """One forward of a packed batch, on the current stream; whoever runs it holds the slots.
+
+        Args:
+            overlap: it is being captured.
+        """
+        with self.lock:
+            self.order_streams()
+            if state is not None and self._training():
+                raise ModelError(
+                    "The model is in training mode; adapters serve inference only. Call model.eval() first."
+                )
+            for lease in leases:
+                lease.wait(self._stream)
+            runner, self._runner = self._runner, threading.get_ident()
+            before = self.routing.tokens
+            self._running.append(state)
+            try:
+                self.routing.publish(state, 1)
+                self.routing.overlap = overlap
+                self._trace()
+                yield
+            finally:
+                self.routing.overlap = False
+                self._running.pop()
+                self._runner = runner
+                self.routing.publish(self._running[-1] if self._running else self._idle, before)
+                self._trace()
 
     def order_streams(self) -> None:
         """Forwards on different streams share the kernels' workspace: the later one waits for the earlier."""

@@ -18,6 +18,7 @@ from ..layers import LoraLayer
 from .call import batch_rows
 from .calls import Calls
 from .compiled import generating
+from .continuous.mixin import ContinuousBatchingMixin
 from .ids import one_of, to_keys
 from .logits import AdapterVocabularyLogitsProcessor
 from .obstacles import environment
@@ -109,15 +110,6 @@ class MultiLoraMixin(AdapterWords):
         mended = [p for q in processors for p in ([q, own] if _is_guidance(q) else [q])]
         return type(processors)([*mended, own])
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        calls = self.multilora.calls
-        if calls.current() is not None or calls.default is not None:
-            raise RoutingError(
-                "Continuous batching does not carry adapter ids in this version. Use generate() with adapter_ids, or "
-                "drop the default adapter (model.disable_adapters()) to run the base model."
-            )
-        return super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
-
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Any:
         if not args and not kwargs:
             return super().resize_token_embeddings()  # type: ignore[misc]
@@ -143,7 +135,7 @@ class MultiLoraMixin(AdapterWords):
         raise TypeError("An enabled model cannot be pickled. Call disable_multilora(model) first, or save_pretrained.")
 
 
-class MultiLoraGenerationMixin(MultiLoraMixin):
+class MultiLoraGenerationMixin(ContinuousBatchingMixin, MultiLoraMixin):
     """The same for models that generate."""
 
     def generate(
@@ -174,13 +166,6 @@ class MultiLoraGenerationMixin(MultiLoraMixin):
             return _generate(self, super().generate, args, kwargs, ids, assistant_adapter_ids)  # type: ignore[misc]
         finally:
             generating.reset(token)
-
-    def generate_batch(self, *args: Any, adapter_ids: Any = None, adapter_names: Any = None, **kwargs: Any) -> Any:
-        if one_of(adapter_ids, adapter_names) is not None:
-            raise RoutingError(
-                "generate_batch does not take adapter_ids in this version. Use generate() with adapter_ids."
-            )
-        return super().generate_batch(*args, **kwargs)  # type: ignore[misc]
 
 
 class PartMixin:
@@ -293,13 +278,13 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
         kwargs = {**dict(zip(names[1:], args[1:], strict=False)), **kwargs}
         args = args[:1]
+    if kwargs.get("cache_implementation") == "paged":  # transformers hands it all to generate_batch
+        return fn(*args, **kwargs, adapter_ids=ids)
     rows = batch_rows(args, kwargs)
     if rows is None:
         rows = 1 if ids is None or isinstance(ids, (str, dict, tuple)) else len(ids)
     keys, _ = to_keys(ids, rows)
     _check_assistant(model, kwargs)
-    if kwargs.get("cache_implementation") == "paged" and any(key is not None for key in keys):
-        raise RoutingError('cache_implementation="paged" does not carry adapter ids in this version.')
     distinct = calls.distinct(keys)
     pinned = set(calls.store.pinned())
     slots = model.multilora.config.max_loras - len(pinned)

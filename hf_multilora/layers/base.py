@@ -37,6 +37,7 @@ _OWN = (
     "positions",
     "_rare",
     "_direct",
+    "_behind",
 )
 
 
@@ -59,6 +60,7 @@ class LoraLayer(nn.Module):
     _scattered: str  # why its inputs do not begin with rows; empty where they do
     _direct: Callable[[torch.Tensor], torch.Tensor]  # the base's forward
     _rare = False  # whether adapters seldom train it: tokens, logits, experts, routers
+    _behind = False  # whether it lies behind the place where tokens without logits are left out
 
     @classmethod
     def wrap(cls, base: nn.Module, path: str, routing: Routing, scattered: str = "") -> LoraLayer:
@@ -173,6 +175,7 @@ class LoraLayer(nn.Module):
 
     def _fitted(self, state: RowState, shape: torch.Size, flat: bool) -> RowState:
         """The state whose rows are those of an input of this shape."""
+        state = state.for_layer(self._behind)
         if self._scattered and not state.same:
             raise RoutingError(
                 f"{self._path} does not see rows of the batch first ({self._scattered}). It can serve one adapter at "

@@ -63,9 +63,9 @@ class LoraEmbedding(LoraLayer):
     def _changed(self, y: torch.Tensor, ids: torch.Tensor, flat: bool, state: RowState) -> torch.Tensor:
         if self._sites.isdisjoint(state.touched) and self._path not in state.saved:
             return y
-        if not state.same and ids.dim() != 2:
+        if not (state.same or state.packed) and ids.dim() != 2:
             raise RoutingError(f"{self._path}: ids of shape {tuple(ids.shape)} cannot be mapped to rows.")
-        if self.positions and not state.same:
+        if self.positions and not (state.same or state.packed):
             y, ids = self._spread(y, ids, state.rows)
         known = self._known(ids)
         return self._replaced(self._delta(y, known, False, state), ids, state)

@@ -21,6 +21,8 @@ from .base import LoraLayer
 def rows_of(state: RowState, slot: int, y: torch.Tensor) -> torch.Tensor:
     """bool mask of the rows of a slot, shaped to broadcast over `y` `[rows, ...]` or `[rows * k, ...]`."""
     mask = state.tensor.view(-1)[: state.rows] == slot  # it may be longer: tables for kernels follow
+    if state.packed and y.shape[0] == 1:
+        return mask.view(1, -1, *[1] * (y.dim() - 2))
     if y.shape[0] != state.rows:
         mask = mask.repeat_interleave(y.shape[0] // state.rows)
     return mask.view(-1, *[1] * (y.dim() - 1))

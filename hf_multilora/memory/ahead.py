@@ -24,7 +24,22 @@ logger = logging.get_logger(__name__)
 _AT_ONCE = 4  # files that are read at the same time, where there are cores for it
 
 
-class Ahead:
+class Hold:
+    """Host blocks that are not dropped until `close`."""
+
+    def __init__(self, store: AdapterStore, entries: Sequence[Entry]) -> None:
+        self._store, self._entries, self._grant = store, list(entries), Grant()
+        for entry in self._entries:
+            entry.holders.add(self._grant)
+
+    def close(self) -> None:
+        """Let go of the host blocks. A second time does nothing."""
+        with self._store._changing():
+            for entry in self._entries:
+                entry.holders.discard(self._grant)
+
+
+class Ahead(Hold):
     """Adapters that a call to come will need: read again where they were dropped, and kept in host memory until
     `close`; in slots, as many as nobody uses or waits for.
 
@@ -33,10 +48,8 @@ class Ahead:
     """
 
     def __init__(self, store: AdapterStore, entries: Sequence[Entry]) -> None:
-        self._store, self._entries, self._grant = store, list(entries), Grant()
+        super().__init__(store, entries)
         self._closed = False
-        for entry in self._entries:
-            entry.holders.add(self._grant)
 
     def begin(self) -> None:
         """Start; what has to be read is read by a thread of its own."""
@@ -57,9 +70,7 @@ class Ahead:
     def close(self) -> None:
         """Let go of the host blocks. Does not wait for what is being read. A second time does nothing."""
         self._closed = True
-        with self._store._changing():
-            for entry in self._entries:
-                entry.holders.discard(self._grant)
+        super().close()
 
 
 class _First:

@@ -15,6 +15,25 @@ from .registry import Entry
 from .slots import Slot
 
 
+class NoRoomError(SlotError):
+    """There is no room now, and the call would not wait."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How a key stands at the moment.
+
+    Attributes:
+        tag: identity of its weights, as a lease would have it.
+        resident: whether a slot holds them.
+        ready: whether a lease would have nothing to read.
+    """
+
+    tag: Hashable
+    resident: bool
+    ready: bool
+
+
 @dataclass(eq=False)
 class _Call:
     """A call on its way to a lease."""
@@ -56,6 +75,29 @@ class LeasingStore(LoadingStore):
             raise
         return lease
 
+    def look(self, wanted: Iterable[Key]) -> dict[Key, Standing | None]:
+        """How keys stand; None for those that name an adapter which is not registered."""
+        found: dict[Key, Standing | None] = {}
+        with self._lock:
+            resident = {slot.tag for slot in self._slots if slot.tag is not None and not slot.stale}
+            for key in wanted:
+                parts = parts_of(key)
+                known = [self._registry.entries.get(name) for name, _ in parts]
+                entries = [entry for entry in known if entry is not None]
+                if len(entries) < len(parts):
+                    found[key] = None
+                    continue
+                tag = self._tag_of(key, entries, parts)
+                ready = tag in resident or all(entry.packed is not None for entry in entries)
+                found[key] = Standing(tag, tag in resident, ready)
+        return found
+
+    @staticmethod
+    def _tag_of(key: Key, entries: list[Entry], parts: Mix) -> Hashable:
+        if isinstance(key, str):
+            return entries[0].tag
+        return tuple((entry.tag, weight) for entry, (_, weight) in zip(entries, parts, strict=True))
+
     def release(self, lease: Lease) -> None:
         """End a lease; on CUDA, its slots are written again only after what the current stream has been given so far,
         and the streams of `lease.wait`. A second time does nothing."""
@@ -92,10 +134,7 @@ class LeasingStore(LoadingStore):
         todo: list[Any] = []
         for key, parts in call.wishes.items():
             entries = [self._registry.get(name) for name, _ in parts]
-            if isinstance(key, str):
-                tag: Hashable = entries[0].tag
-            else:
-                tag = tuple((entry.tag, weight) for entry, (_, weight) in zip(entries, parts, strict=True))
+            tag = self._tag_of(key, entries, parts)
             call.tags[key] = tag
             for entry in entries:
                 entry.holders.add(call.grant)
@@ -140,7 +179,7 @@ class LeasingStore(LoadingStore):
                 self._line.leave(call.ticket)  # at once: whoever holds slots and stands in line looks like a deadlock
                 return {key: plan[tag] for key, tag in call.tags.items()}
             if not block:
-                raise SlotError(
+                raise NoRoomError(
                     f"No room now for {self._listed(call)}: the {self.config.max_loras} slots are in use by calls "
                     "that cannot be waited for here. Raise max_loras, or name fewer adapters at once."
                 )

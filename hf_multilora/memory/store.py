@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from ..errors import SlotError
 from ..report import AdapterStatus, Status
-from .ahead import Ahead
+from .ahead import Ahead, Hold
 from .extras import BaseDtype
 from .lease import Grant, Ticket
 from .leasing import LeasingStore
@@ -105,6 +105,24 @@ class AdapterStore(LeasingStore):
             ahead = Ahead(self, [known[name] for name in dict.fromkeys(names) if name in known])
         ahead.begin()
         return ahead
+
+    def hold(self, names: Iterable[str]) -> Hold:
+        """Read again what was dropped of these adapters, and keep it in host memory until the result is closed.
+
+        Raises:
+            AdapterNotFoundError: a name that is not registered.
+            Whatever the loader of an adapter raises.
+        """
+        with self._lock:
+            entries = [self._registry.get(name) for name in dict.fromkeys(names)]
+            hold = Hold(self, entries)
+        try:
+            for entry in entries:
+                self._read_again(entry)
+        except BaseException:
+            hold.close()
+            raise
+        return hold
 
     def _make_resident(
         self, entries: Sequence[Entry], kept: Grant | None = None, going: Callable[[], bool] | None = None

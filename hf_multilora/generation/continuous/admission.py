@@ -1,0 +1,151 @@
+"""Who of the waiting requests may go next, so that a batch never names more adapters than there are slots.
+
+- What runs keeps its seat. Requests of the base and of adapters that have a seat go first, then those of adapters that
+  lie in a slot, then the others, as long as slots are to be had; within each by arrival, or (`fairness="tokens"`) the
+  adapter that has had the fewest tokens first.
+- **Nobody starves**: a request that waits for a slot lets at most `patience` later ones go first. Then it goes before
+  all others; and if there is no slot, one seat (the one whose requests have the least left to do) gets no new requests
+  until it is empty, and the slot is the waiting one's.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...memory.leasing import Standing
+from ..ids import Key
+from .requests import Carrier, carrier_of
+from .seats import Seat, Seats
+
+FAIRNESS = ("arrival", "tokens")
+
+
+@dataclass
+class Turn:
+    """One round of scheduling.
+
+    Attributes:
+        room: how many more requests the batch can take, and `tokens` of them; beyond that no new slot is filled.
+        offered: the requests that the scheduler may take; `seated` of them with a seat that they did not have before.
+        refused: requests that cannot be served, and why.
+        next: keys that would have got a slot if the batch had room for them.
+    """
+
+    room: int
+    tokens: int
+    offered: list[Any] = field(default_factory=list)
+    seated: list[tuple[Any, Carrier]] = field(default_factory=list)
+    refused: list[tuple[Any, BaseException]] = field(default_factory=list)
+    next: list[Key] = field(default_factory=list)
+
+
+class Admission:
+    """The order of waiting requests.
+
+    Args:
+        seats: of running requests.
+        board: called with a request and its seat before it goes for the first time; may raise.
+        served: gives the tokens that keys have had so far.
+        left: tokens that a request may still generate.
+        patience, fairness: see above.
+    """
+
+    def __init__(
+        self,
+        seats: Seats,
+        board: Callable[[Any, Seat], None],
+        served: Callable[[], Mapping[Key | None, int]],
+        left: Callable[[str], int],
+        patience: int,
+        fairness: str,
+    ) -> None:
+        self._seats, self._board, self._served, self._left = seats, board, served, left
+        self._patience, self._fairness = patience, fairness
+        self._emptied: dict[Key, Seat] = {}  # key of an overdue request -> the seat that is being emptied for it
+
+    def offer(self, waiting: Sequence[Any], standings: Mapping[Key, Standing | None], turn: Turn) -> None:
+        """Fill a turn from waiting requests, whose adapters are registered and read."""
+        carriers = {id(state): carrier_of(state) for state in waiting}
+        served = self._served() if self._fairness == "tokens" else {}
+        self._reopen(carriers.values())
+        full = False
+        for state in sorted(waiting, key=lambda state: self._rank(carriers[id(state)], standings, served)):
+            carrier = carriers[id(state)]
+            if carrier is not None and carrier.key is not None and carrier.seat is None:
+                standing = standings[carrier.key]
+                assert standing is not None
+                seat = self._seats.get(standing.tag)
+                if seat is not None and seat.closing:
+                    continue
+                if seat is None:
+                    if full:
+                        self._empty_one(carrier)
+                        continue
+                    if turn.room <= 0 or turn.tokens <= 0:
+                        turn.next.append(carrier.key)
+                        continue
+                try:
+                    seat = seat or self._seats.take(carrier.key)
+                    if seat is not None:
+                        self._board(state, seat)
+                except Exception as error:
+                    turn.refused.append((state, error))
+                    continue
+                if seat is None:
+                    full = True
+                    self._empty_one(carrier)
+                    continue
+                carrier.seat = seat
+                turn.seated.append((state, carrier))
+            turn.room -= 1
+            turn.tokens -= len(state.remaining_prefill_tokens)
+            turn.offered.append(state)
+
+    def went(self, gone: Iterable[Carrier], waiting: Iterable[Any]) -> None:
+        """Requests have gone: note by how many later ones each waiting one was passed."""
+        arrivals = sorted(carrier.arrived for carrier in gone)
+        if not arrivals:
+            return
+        for state in waiting:
+            carrier = carrier_of(state)
+            if carrier is not None and carrier.key is not None and carrier.seat is None:
+                carrier.passed += len(arrivals) - bisect_right(arrivals, carrier.arrived)
+
+    def _rank(
+        self,
+        carrier: Carrier | None,
+        standings: Mapping[Key, Standing | None],
+        served: Mapping[Key | None, int],
+    ) -> tuple[int, int, int]:
+        if carrier is None:
+            return (0, 0, 0)
+        if carrier.seat is not None:  # it has run before
+            return (0, 0, carrier.arrived)
+        tokens = served.get(carrier.key, 0)
+        if carrier.key is None:
+            return (2, tokens, carrier.arrived)
+        if carrier.passed >= self._patience:
+            return (1, 0, carrier.arrived)
+        standing = standings[carrier.key]
+        assert standing is not None
+        return (2 if self._seats.get(standing.tag) else 3 if standing.resident else 4, tokens, carrier.arrived)
+
+    def _empty_one(self, carrier: Carrier) -> None:
+        if carrier.passed < self._patience or carrier.key is None or carrier.key in self._emptied:
+            return
+        open_seats = [seat for seat in self._seats if not seat.closing]
+        if open_seats:
+            seat = min(open_seats, key=lambda seat: max(map(self._left, seat.users), default=0))
+            seat.closing = True
+            self._emptied[carrier.key] = seat
+
+    def _reopen(self, carriers: Iterable[Carrier | None]) -> None:
+        """Seats that were emptied for somebody who is gone (cancelled, or served by another slot)."""
+        overdue = {c.key for c in carriers if c is not None and c.seat is None and c.passed >= self._patience}
+        for key, seat in list(self._emptied.items()):
+            if key not in overdue:
+                seat.closing = False
+                del self._emptied[key]

@@ -1,0 +1,283 @@
+"""Batching: which requests of one manager go next, and the slots that they hold.
+
+The manager's generation thread schedules, prepares and runs one batch after another. `steering` has transformers' own
+scheduler ask here whom it may take (`admission`), and its objects for the forward ask `forwards`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from ...errors import AdapterNotFoundError
+from ...memory.ahead import Hold
+from ...memory.leasing import Standing
+from ...report import BatchingStatus
+from ..calls import Calls
+from ..ids import Key, names_of
+from .admission import Admission, Turn
+from .prefix import Seeded
+from .requests import Carrier, carrier_of
+from .seats import Seat, Seats
+from .traffic import Traffic
+
+_READERS = 2  # threads that load adapters for waiting requests
+
+
+class Batching:
+    """The adapters' part of one manager.
+
+    Args:
+        calls: of the model.
+        check: raises where the layers of these sites, or these modules, are not in the model any more.
+        ensure: loads a name that is not registered; `loadable` raises where it is nothing that could be loaded.
+        fairness, patience: see `admission`.
+        wake: wakes the generation thread.
+
+    Attributes:
+        processor, scheduler: transformers' own objects, as long as there are any.
+    """
+
+    def __init__(
+        self,
+        calls: Calls,
+        check: Callable[[Collection[int], Iterable[str]], None],
+        ensure: Callable[[str], None],
+        loadable: Callable[[str], None],
+        fairness: str,
+        patience: int,
+        wake: Callable[[], None],
+    ) -> None:
+        self.calls, self.store = calls, calls.store
+        self.traffic = Traffic()
+        self.seats = Seats(self.store, check)
+        self.admission = Admission(self.seats, self._board, self.traffic.served, self._left, patience, fairness)
+        self.processor: Any = None
+        self.scheduler: Any = None
+        self._ensure, self._loadable, self._wake = ensure, loadable, wake
+        self._turn: Turn | None = None
+        self._budget = 0
+        self._dirty = False
+        self._pool: ThreadPoolExecutor | None = None
+        self._pool_lock = threading.Lock()
+        self._reads: dict[Key, Future[Hold]] = {}  # of adapters that were dropped from host memory
+
+    # -- requests
+
+    def carry(self, key: Key | None) -> Carrier:
+        """A carrier for a new request; what is not registered begins to load. Called by the threads that add requests.
+
+        Raises:
+            AdapterNotFoundError: a name that is not registered, and is nothing that could be loaded.
+        """
+        missing = self.check_key(key)
+        return Carrier(key, self._background(self._load, missing) if missing else None)
+
+    def check_key(self, key: Key | None) -> list[str]:
+        """The names of a key that have to be loaded first. Raises: AdapterNotFoundError as `carry` does."""
+        missing = [name for name in names_of(key) if name not in self.store]
+        for name in missing:
+            self._loadable(name)
+        return missing
+
+    def _load(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._ensure(name)
+
+    def _background(self, work: Any, *args: Any) -> Future[Any]:
+        with self._pool_lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="hf_multilora_batching")
+            future = self._pool.submit(work, *args)
+        future.add_done_callback(lambda _: self._wake())
+        return future
+
+    def check(self, state: Any) -> None:
+        """Raises: RoutingError where a request of the base holds tokens that adapters have added."""
+        carrier = carrier_of(state)
+        if carrier is None or carrier.key is None:
+            self._check_tokens(state.initial_tokens, None)
+
+    def _check_tokens(self, tokens: Sequence[int], own: int | None) -> None:
+        if self.calls.vocabulary is not None:
+            self.calls.vocabulary.check(torch.tensor([list(tokens)]), (own,))
+
+    def _board(self, state: Any, seat: Seat) -> None:
+        """A request is about to go for the first time: find out what only its adapter can tell.
+
+        Raises:
+            RoutingError: its prompt holds tokens that its adapter does not have.
+        """
+        carrier = carrier_of(state)
+        assert carrier is not None
+        self._check_tokens(state.initial_tokens, seat.extras.vocab_size)
+        carrier.invoke(state.initial_tokens, seat.extras.invocation)
+
+    def arrived(self, state: Any) -> None:
+        self.traffic.arrived(state)
+        self._dirty = True
+
+    def forked(self) -> None:
+        """Children of requests have joined the running ones."""
+        for request_id in self.scheduler.active_requests.keys() - self.traffic.live.keys():
+            state = self.scheduler.active_requests[request_id]
+            self.traffic.arrived(state)
+            self.traffic.began(state)
+            carrier = carrier_of(state)
+            if carrier is not None and carrier.seat is not None:
+                carrier.seat.users.add(request_id)
+
+    def touched(self) -> None:
+        """A request has ended, one way or another."""
+        self._dirty = True
+
+    def sweep(self) -> None:
+        """Note which requests are gone, and give back what they held."""
+        if not self._dirty:
+            return
+        self._dirty = False
+        alive = self.scheduler.active_requests.keys() | self.scheduler.waiting_requests.keys()
+        for request_id in self.traffic.live.keys() - alive:
+            self.traffic.ended(request_id)
+        self.seats.leave(alive)
+
+    def clear(self) -> None:
+        """The generation loop is over, or begins anew: nobody holds anything."""
+        for request_id in list(self.traffic.live):
+            self.traffic.ended(request_id)
+        self.seats.leave(())
+        for future in self._reads.values():
+            _close(future)
+        self._reads.clear()
+        with self._pool_lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _left(self, request_id: str) -> int:
+        state = self.traffic.live.get(request_id)
+        return 0 if state is None else state._new_tokens_limit - len(state.generated_tokens)
+
+    # -- scheduling
+
+    def before(self, token_budget: int) -> None:
+        """A round of scheduling begins."""
+        self.sweep()
+        self._turn, self._budget = None, token_budget
+
+    def offer(self, waiting: Sequence[Any]) -> list[Any]:
+        """The waiting requests that the scheduler may take, in order."""
+        active = self.scheduler.active_requests
+        room = self.scheduler.max_requests_per_batch - len(active)
+        self._turn = turn = Turn(room, self._budget - len(active))
+        keys = {carrier.key for carrier in map(carrier_of, waiting) if carrier is not None and carrier.key is not None}
+        standings = self.store.look(keys)
+        for key in self._reads.keys() - keys:
+            _close(self._reads.pop(key))
+        ready = [state for state in waiting if self._ready(state, standings, turn)]
+        self.admission.offer(ready, standings, turn)
+        for state, error in turn.refused:
+            self.fail(state, error)
+        return turn.offered
+
+    def _ready(self, state: Any, standings: Mapping[Key, Standing | None], turn: Turn) -> bool:
+        """Whether a request's adapter is registered and in host memory; what is not is being read."""
+        carrier = carrier_of(state)
+        if carrier is None or carrier.key is None or carrier.seat is not None:
+            return True
+        if carrier.loading is not None:
+            if not carrier.loading.done():
+                return False
+            error = carrier.loading.exception()
+            carrier.loading = None
+            if error is not None:
+                turn.refused.append((state, error))
+                return False
+        standing = standings[carrier.key]
+        if standing is None:  # it may have been loaded since
+            standing = self.store.look([carrier.key])[carrier.key]
+        if standing is None:
+            turn.refused.append((state, self._gone(carrier.key)))
+            return False
+        if not standing.ready:
+            self._read(carrier.key, state, turn)
+        return standing.ready and standings[carrier.key] is not None
+
+    def _gone(self, key: Key) -> AdapterNotFoundError:
+        gone = [name for name in names_of(key) if name not in self.store]
+        return AdapterNotFoundError(
+            f"Adapter {', '.join(map(repr, gone))} was unloaded while this request waited for it."
+        )
+
+    def _read(self, key: Key, state: Any, turn: Turn) -> None:
+        """Have an adapter read that was dropped from host memory."""
+        future = self._reads.get(key)
+        if future is None:
+            if len(self._reads) < self.store.config.max_loras:
+                self._reads[key] = self._background(self.store.hold, names_of(key))
+        elif future.done():
+            del self._reads[key]
+            if (error := future.exception()) is not None:
+                turn.refused.append((state, error))
+            else:
+                _close(future)  # dropped again by now: the next round asks anew
+
+    def after(self) -> None:
+        """A round of scheduling has ended: seats of those who go are theirs, the others are given back."""
+        turn, self._turn = self._turn, None
+        active = self.scheduler.active_requests
+        if turn is None:
+            return
+        for state, carrier in turn.seated:
+            if state.request_id in active:
+                assert carrier.seat is not None
+                carrier.seat.users.add(state.request_id)
+            else:
+                carrier.seat = None
+        self.seats.drop_empty()
+        gone = [state for state in turn.offered if state.request_id in active]
+        for state in gone:
+            self.traffic.began(state)
+        carriers = [carrier for carrier in map(carrier_of, gone) if carrier is not None]
+        self.admission.went(carriers, self.scheduler.waiting_requests.values())
+        for key, standing in self.store.look(dict.fromkeys(turn.next)).items():
+            if isinstance(key, str) and standing is not None and standing.ready and not standing.resident:
+                self.store.prefetch([key])  # while the batch runs; one at a time
+                break
+
+    def fail(self, state: Any, error: BaseException) -> None:
+        """End one request with an error."""
+        scheduler = self.scheduler
+        scheduler.waiting_requests.pop(state.request_id, None)
+        if state.request_id in scheduler.waiting_requests_order:
+            scheduler.waiting_requests_order.remove(state.request_id)
+        self.processor._handle_request_error(error, state)
+        self.processor.offloading_manager.free_request_cpu_cache(state)
+        if state.request_id in scheduler.active_requests:
+            scheduler.finish_request(state.request_id)
+        self._dirty = True
+
+    def seeded(self, state: Any, tokens: Sequence[int]) -> Sequence[int]:
+        """Tokens of a request as the hashes of its cached blocks are to see them."""
+        carrier = carrier_of(state)
+        if carrier is None or carrier.seat is None or carrier.start is None:
+            return tokens
+        return Seeded(tokens, carrier.seat.identity, carrier.start)
+
+    def status(self) -> BatchingStatus:
+        return BatchingStatus(self.traffic.snapshot(), self.traffic.steps, len(list(self.seats)))
+
+
+def _close(future: Future[Hold]) -> None:
+    """Let go of what was read, now or when it has been."""
+
+    def close(done: Future[Hold]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            done.result().close()
+
+    future.cancel()
+    future.add_done_callback(close)

@@ -1,0 +1,225 @@
+"""Forwards of packed batches: which slots their tokens have, and whether what comes out is to be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.utils import CudaGraphBuffer
+
+from ...errors import ModelError
+from ...kernels.guard import guard
+from ...packed import PackedState
+from ...rows import Saved, tabled
+from ..calls import Calls
+from .requests import carrier_of
+from .seats import Seat
+from .table import Lanes, slots_of
+
+_VIEWS = 64
+
+
+class Batch:
+    """The batch that was prepared last.
+
+    Attributes:
+        lanes: how its slots were written.
+        seats: of its requests.
+        saved: what these replace.
+    """
+
+    def __init__(self, lanes: Lanes, seats: Sequence[Seat]) -> None:
+        self.lanes = lanes
+        self.seats = seats
+        self.saved: dict[str, list[Saved]] = {}
+        for seat in seats:
+            for path, items in seat.saved.items():
+                self.saved.setdefault(path, []).extend(items)
+
+
+class Forwards:
+    """What one manager's batches run under.
+
+    Args:
+        calls: of the model.
+        sites: the sites that an adapter may have by now.
+        config: the manager's, resolved.
+
+    Attributes:
+        guarding: the keys and values of the forward that runs are to be guarded.
+    """
+
+    def __init__(self, calls: Calls, sites: Any, config: Any) -> None:
+        self.calls = calls
+        self.config = config
+        self.rehearsing = False
+        self.guarding = False
+        self.masked = False  # attention is kept apart by masks
+        self._sites = sites
+        self._device = calls.store.arena.device
+        self._adapters = calls.store.arena.max_loras if tabled(self._device) else None
+        self._tokens, self._padded = 0, False
+        self._batch: Batch | None = None
+        self._views: dict[tuple[int, Lanes], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._graphs: dict[tuple[int, Hashable], Any] = {}
+        self._flags: torch.Tensor | None = None
+        self._fetched: dict[int, torch.Tensor | None] = {}  # by pair of buffers, of its last batch
+        self._recipes: dict[Any, Any] = {}
+        self.places: torch.Tensor | None = None  # tokens whose logits the forward computes
+
+    @property
+    def lines(self) -> int:
+        """Reserved lines that the slots of the largest batch take."""
+        most = int(self.config.max_batch_tokens)
+        return Lanes(most, min(most, self.config.max_requests_per_batch), self._adapters).lines()
+
+    # -- before the forward
+
+    def expect(self, tokens: int, padded: bool) -> None:
+        """The next batch has so many tokens, padding included."""
+        self._tokens, self._padded = tokens, padded
+
+    def write(self, requests: Sequence[Any], lines: torch.Tensor) -> None:
+        """Write the slots of a batch's tokens into the reserved lines."""
+        kept = min(self._tokens, self.config.max_requests_per_batch) if self._padded else len(requests)
+        lanes = Lanes(self._tokens, kept, self._adapters)
+        rows, last, seats, at = [], [], {}, 0
+        for request in requests:
+            state, count = request.state, request.query_length
+            carrier = carrier_of(state)
+            slot = before = -1
+            if carrier is not None and carrier.seat is not None and carrier.start is not None:
+                before = max(0, carrier.start - (state.position_offset - count))
+                if before < count:
+                    slot = carrier.seat.slot
+                    seats[slot] = carrier.seat
+            rows.append((slot, max(0, min(before, count)), count))
+            at += count
+            if request.has_new_token:
+                last.append(at - 1)
+        slots = slots_of(rows, lanes)
+        chosen = slots_of([], Lanes(kept, 0, None))
+        chosen[: len(last)] = slots[last]
+        lanes.write(slots, chosen, lines)
+        self._batch = Batch(lanes, list(seats.values()))
+
+    # -- the forward
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Forwards in here run as if there were adapters: graphs are captured with all that these need."""
+        self.rehearsing = True
+        try:
+            yield
+        finally:
+            self.rehearsing = False
+
+    @contextmanager
+    def running(self, runner: Any, model: Any, batch_data: dict[str, Any], own: int) -> Iterator[None]:
+        """One forward of the batch that was prepared last.
+
+        Args:
+            own: reserved lines that come before the slots.
+
+        Raises:
+            ModelError: the model is in training mode.
+        """
+        batch, ios = self._batch, runner.inputs_and_outputs
+        assert batch is not None
+        stream, pair = ios.compute_stream, getattr(ios, "current_pair", 0)
+        captured = self.captured(runner, ios.use_block_table)
+        state = None
+        if batch.seats or self.rehearsing:
+            touched = self._sites() if captured else frozenset().union(*(seat.lease.touched for seat in batch.seats))
+            whole = runner.supports_logits_to_keep(model)
+            state = self._state(batch, batch_data["logits_processor_args"][own:], touched, whole)
+        if captured:
+            variant = (touched if state is not None else None, self.calls.vocabulary is None)
+            holder = ios.io_pairs[pair].device_io if hasattr(ios, "io_pairs") else ios
+            holder.graphs = self._graphs.setdefault((pair, variant), CudaGraphBuffer())
+        if stream is not None and not hasattr(ios, "io_pairs"):
+            stream.wait_stream(torch.cuda.current_stream(stream.device))  # it has just written the inputs
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            leases = [seat.lease for seat in batch.seats]
+            flags = None
+            if state is not None:
+                flags = self._some_flags()[: batch.lanes.tokens].zero_()
+            self.guarding = flags is not None and self.masked
+            self._fetched[pair] = flags
+            try:
+                with self.calls.packed(state, leases, captured):
+                    yield
+            finally:
+                self.guarding = False
+
+    def captured(self, runner: Any, use_block_table: bool) -> bool:
+        """Whether the forward is a graph, or becomes one."""
+        assert self._batch is not None
+        graph = runner.use_cuda_graph_decode if use_block_table else runner.use_cuda_graph_varlen
+        return bool(graph) and not self._batch.saved
+
+    def _state(self, batch: Batch, lines: torch.Tensor, touched: frozenset[int], whole: bool) -> PackedState:
+        key = (lines.data_ptr(), batch.lanes)
+        views = self._views.get(key)
+        if views is None:
+            if len(self._views) >= _VIEWS:
+                self._views.clear()
+            views = self._views[key] = batch.lanes.views(lines)
+        adapters = self.calls.store.arena.max_loras
+        kept = PackedState(views[1], batch.lanes.kept, touched, adapters, batch.saved) if whole else None
+        return PackedState(views[0], batch.lanes.tokens, touched, adapters, batch.saved, kept)
+
+    def _some_flags(self) -> torch.Tensor:
+        if self._flags is None:
+            with torch.inference_mode(False):
+                self._flags = torch.zeros(self.config.max_batch_tokens, dtype=torch.int32, device=self._device)
+        return self._flags
+
+    def guard(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Keys and values of one layer, before they are written to the cache."""
+        if self.guarding:
+            assert self._flags is not None
+            guard(k, v, self._flags[: k.shape[2]], self._recipes)
+
+    def check_scores(self, scores: torch.Tensor, sampled: bool) -> torch.Tensor:
+        """Flag the tokens whose scores `[1, n, columns]` give no distribution; where tokens are `sampled`, replace
+        these, for one such row would end the whole batch."""
+        if self.calls.routing.state is None or self._flags is None or self.places is None:
+            return scores
+        bad = ~torch.isfinite(scores[0].amax(-1))
+        self._flags.index_add_(0, self.places, bad.to(torch.int32))
+        return torch.where(bad[None, :, None], 0, scores) if sampled else scores
+
+    # -- after the forward
+
+    def fetch(self, ios: Any) -> None:
+        """Start to bring the flags of the forward that was just given to the device to the host."""
+        pair = getattr(ios, "current_pair", 0)
+        flags = self._fetched.get(pair)
+        if flags is not None and flags.is_cuda:
+            with torch.cuda.stream(ios.compute_stream):
+                host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+                self._fetched[pair] = host.copy_(flags, non_blocking=True)
+
+    def poisoned(self, ios: Any, requests: Sequence[Any]) -> list[Any]:
+        """Requests of the last batch of these buffers, which has ended, whose values are not finite."""
+        flags = self._fetched.get(getattr(ios, "current_pair", 0))
+        if flags is None or not flags.any():
+            return []
+        values, found, at = flags.tolist(), [], 0
+        for request in requests:
+            if any(values[at : at + request.query_length]):
+                found.append(request)
+            at += request.query_length
+        return found
+
+    def check_config(self) -> None:
+        """Raises: ModelError for what cannot carry slots."""
+        for name in ("varlen_compile_config", "decode_compile_config"):
+            if getattr(self.config, name, None) is not None:
+                raise ModelError(
+                    f"Continuous batching with adapters runs eagerly or as CUDA graphs; {name} asks for a compiled "
+                    "forward. Leave compile configs and default_compile_level unset (use_cuda_graph=True is served)."
+                )

@@ -1,0 +1,126 @@
+"""The manager of continuous batching with an adapter id for each request."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from ...errors import ConfigError, ModelError, RoutingError
+from ...report import BatchingStatus
+from ..ids import Key, one_of, to_key, to_keys
+from .admission import FAIRNESS
+from .batching import Batching
+from .forwards import Forwards
+from .requests import KEYWORD, Prompt
+from .steering import steer_processor, steer_processors
+
+PATIENCE = 64
+
+
+class LoraBatching:
+    """In front of ContinuousBatchingManager: `add_request` and `add_requests` take adapter ids."""
+
+    batching: Batching
+    _forwards: Forwards
+
+    def adopt(self, handle: Any, fairness: str, patience: int) -> None:
+        """Make a new manager of transformers' this.
+
+        Raises:
+            ConfigError: options that do not exist.
+            ModelError: a configuration that cannot carry adapters.
+        """
+        check_options(fairness, patience)
+        config: Any = self.continuous_batching_config  # type: ignore[attr-defined]
+        forwards = Forwards(handle.calls, handle.served_sites, config)
+        forwards.check_config()
+        if self.distributed_helper.tp_size > 1:  # type: ignore[attr-defined]
+            raise ModelError(
+                "Continuous batching with adapters does not run under tensor parallelism in this version."
+            )
+        wake = getattr(self, "_wake_up_loop", None) or self._has_new_requests  # type: ignore[attr-defined]
+        calls = handle.calls
+        batching = Batching(
+            calls, handle.check_layers, handle.ensure, handle.check_loadable, fairness, patience, wake.set
+        )
+        steer_processors(self.logit_processor, batching, forwards)  # type: ignore[attr-defined]
+        self.__dict__.update(batching=batching, _forwards=forwards)
+        own: Any = type(self)
+        self.__class__ = _class_of(own)
+
+    def add_request(
+        self, input_ids, request_id=None, *args, adapter_id=None, adapter_name=None, **kwargs: Any
+    ) -> str | None:
+        """transformers' add_request, with the id of an adapter (or a mix of adapters by weights).
+
+        An id that is not registered, and is a folder or a hub id, is loaded in the background; other requests go on.
+
+        Args:
+            adapter_id: None: the default id of the model (`set_adapter`), else the base.
+            adapter_name: PEFT's spelling of the same.
+
+        Raises:
+            AdapterNotFoundError: a name that is not registered, and nothing that could be loaded.
+            RoutingError: no id.
+        """
+        if isinstance(input_ids, Prompt):
+            key: Key | None = input_ids.key
+        else:
+            given = one_of(adapter_id, adapter_name)
+            key = self.batching.calls.default if given is None else to_key(given, "adapter_id")
+        if KEYWORD in kwargs:
+            raise RoutingError(f"{KEYWORD!r} is no argument of add_request: pass adapter_id.")
+        carrier = self.batching.carry(key)
+        return super().add_request(list(input_ids), request_id, *args, **kwargs, **{KEYWORD: carrier})  # type: ignore[misc]
+
+    def add_requests(
+        self, inputs: Sequence[Sequence[int]], *args, adapter_ids=None, adapter_names=None, **kwargs: Any
+    ) -> list[str]:
+        """transformers' add_requests, with one id for each prompt, or one for all. Raises what `add_request` does."""
+        prompts = with_keys(self.batching.calls.default, inputs, one_of(adapter_ids, adapter_names))
+        for key in {prompt.key for prompt in prompts}:
+            self.batching.check_key(key)  # before any of them is added
+        return super().add_requests(prompts, *args, **kwargs)  # type: ignore[misc]
+
+    def status(self) -> BatchingStatus:
+        """Requests, tokens and waiting times of each adapter."""
+        return self.batching.status()
+
+    def _create_batch_processor(self) -> Any:
+        processor = super()._create_batch_processor()  # type: ignore[misc]
+        if self.batching.processor is not processor:
+            steer_processor(processor, self.batching, self._forwards)
+        return processor
+
+    def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super()._run_generation_loop(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.batching.clear()
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        super().stop(*args, **kwargs)  # type: ignore[misc]
+        if self.batch_processor is None:  # type: ignore[attr-defined]
+            self.batching.processor = self.batching.scheduler = None
+
+
+@functools.cache
+def _class_of(own: Any) -> Any:
+    return type(own.__name__, (LoraBatching, own), {"__module__": own.__module__, "__doc__": own.__doc__})
+
+
+def check_options(fairness: str, patience: int) -> None:
+    """Raises: ConfigError."""
+    if fairness not in FAIRNESS:
+        raise ConfigError(f"fairness={fairness!r}: expected one of {', '.join(map(repr, FAIRNESS))}.")
+    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+        raise ConfigError(f"patience={patience!r}: expected the number of requests, at least 1.")
+
+
+def with_keys(default: Key | None, inputs: Sequence[Sequence[int]], ids: Any) -> list[Prompt]:
+    """Prompts with their keys. Raises: RoutingError where ids do not fit them."""
+    if ids is None and inputs and all(isinstance(prompt, Prompt) for prompt in inputs):
+        return list(inputs)  # type: ignore[arg-type]
+    keys = [default] * len(inputs) if ids is None else to_keys(ids, len(inputs))[0]
+    return [Prompt(prompt, key) for prompt, key in zip(inputs, keys, strict=True)]

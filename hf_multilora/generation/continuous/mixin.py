@@ -1,0 +1,108 @@
+"""What a model that generates gets for continuous batching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from ...errors import ModelError, RoutingError
+from ..ids import one_of
+from .manager import PATIENCE, LoraBatching, check_options, with_keys
+
+# transformers' functions call each other without these.
+_options: ContextVar[tuple[str, int]] = ContextVar("hf_multilora_batching_options", default=("arrival", PATIENCE))
+
+
+class ContinuousBatchingMixin:
+    """Adapter ids in transformers' entry points of continuous batching."""
+
+    multilora: Any
+
+    def init_continuous_batching(
+        self, *args: Any, fairness: str | None = None, patience: int | None = None, **kwargs: Any
+    ) -> Any:
+        """transformers' init_continuous_batching; the manager's requests take adapter ids.
+
+        Args:
+            fairness: "arrival" (the default), or "tokens": among waiting requests, the adapter that has had the fewest
+                tokens goes first.
+            patience: later requests that one which waits for a slot lets go first (64), before a slot is emptied for
+                it.
+
+        Raises:
+            RoutingError: inside of a `use` block or another call, whose ids requests would not have.
+            ConfigError, ModelError: options, or a configuration, that cannot be served.
+        """
+        calls = self.multilora.calls
+        if calls.current() is not None:
+            raise RoutingError(
+                "Continuous batching cannot take its ids from a `use` block: pass adapter_ids to generate_batch, or "
+                "adapter_id to add_request."
+            )
+        around = _options.get()
+        options = (around[0] if fairness is None else fairness, around[1] if patience is None else patience)
+        check_options(*options)
+        kept = getattr(self, "_cached_continuous_batching_manager", None)
+        if kept is not None and not isinstance(kept, LoraBatching):
+            raise ModelError(
+                "The model keeps a manager of continuous batching from before it was enabled. Call "
+                "model.destroy_cached_continuous_batching_manager() first."
+            )
+        manager = super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
+        if not isinstance(manager, LoraBatching):
+            LoraBatching.adopt(manager, self.multilora, *options)
+            calls.managers.add(manager)
+        return manager
+
+    @contextmanager
+    def continuous_batching_context_manager(
+        self, *args: Any, fairness: str | None = None, patience: int | None = None, **kwargs: Any
+    ) -> Iterator[Any]:
+        """transformers' continuous_batching_context_manager, with the options of `init_continuous_batching`."""
+        with ExitStack() as stack:
+            with _chosen(fairness, patience):
+                manager = stack.enter_context(super().continuous_batching_context_manager(*args, **kwargs))  # type: ignore[misc]
+            yield manager
+
+    def generate_batch(
+        self,
+        inputs: Sequence[Sequence[int]],
+        *args: Any,
+        adapter_ids: Any = None,
+        adapter_names: Any = None,
+        fairness: str | None = None,
+        patience: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """transformers' generate_batch, each prompt through its own adapter.
+
+        Args:
+            inputs: token ids of each prompt.
+            adapter_ids: one id per prompt (a name, None for the base, a mix), or one for all.
+            adapter_names: PEFT's spelling of the same.
+            fairness, patience: see `init_continuous_batching`.
+
+        Returns:
+            request id -> GenerationOutput, in the order of the prompts. A request that failed says why in `error`.
+
+        Raises:
+            AdapterNotFoundError: a name that is not registered, and nothing that could be loaded.
+            RoutingError: ids that do not fit the prompts.
+        """
+        prompts = with_keys(self.multilora.calls.default, inputs, one_of(adapter_ids, adapter_names))
+        for key in {prompt.key for prompt in prompts}:
+            self.multilora.check_known(key)
+        with _chosen(fairness, patience):
+            return super().generate_batch(prompts, *args, **kwargs)  # type: ignore[misc]
+
+
+@contextmanager
+def _chosen(fairness: str | None, patience: int | None) -> Iterator[None]:
+    around = _options.get()
+    token = _options.set((around[0] if fairness is None else fairness, around[1] if patience is None else patience))
+    try:
+        yield
+    finally:
+        _options.reset(token)

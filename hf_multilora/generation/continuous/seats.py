@@ -1,0 +1,96 @@
+"""Seats: the slots that running requests hold, one for all requests of the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...memory.lease import Lease
+from ...memory.leasing import NoRoomError
+from ...memory.store import AdapterStore
+from ...rows import Saved
+from ..call import saved_by
+from ..ids import Key
+from .prefix import identity_of
+
+
+@dataclass(eq=False)
+class Seat:
+    """One slot, held.
+
+    Attributes:
+        identity: of the weights, for the hashes of cached blocks.
+        saved: module path -> what the adapter replaces there.
+        users: ids of the requests that run on it, paused ones included.
+        closing: nobody new gets on; it is to be empty soon.
+    """
+
+    key: Key
+    tag: Hashable
+    lease: Lease
+    identity: tuple[int, ...]
+    saved: Mapping[str, Sequence[Saved]]
+    users: set[str] = field(default_factory=set)
+    closing: bool = False
+
+    @property
+    def slot(self) -> int:
+        return self.lease.slots[self.key]
+
+    @property
+    def extras(self) -> Any:
+        return self.lease.extras[self.key]
+
+
+class Seats:
+    """All seats of one manager, by the identity of the weights.
+
+    Args:
+        store: of the model.
+        check: raises where the layers that an adapter needs are not in the model any more.
+    """
+
+    def __init__(self, store: AdapterStore, check: Callable[[Collection[int], Iterable[str]], None]) -> None:
+        self._store = store
+        self._check = check
+        self._seats: dict[Hashable, Seat] = {}
+
+    def __iter__(self) -> Iterator[Seat]:
+        return iter(list(self._seats.values()))
+
+    def get(self, tag: Hashable) -> Seat | None:
+        return self._seats.get(tag)
+
+    def take(self, key: Key) -> Seat | None:
+        """A new seat, its copy started; None where there is no slot now.
+
+        Raises:
+            AdapterNotFoundError, UnsupportedAdapterError, ModelError, SlotError (all slots pinned, a mix that fits
+                none): what makes the key impossible to serve.
+        """
+        try:
+            lease = self._store.acquire([key], block=False)
+        except NoRoomError:
+            return None
+        try:
+            saved = saved_by(lease, self._store.arena)
+            self._check(lease.touched, saved)
+        except BaseException:
+            self._store.release(lease)
+            raise
+        tag = lease.tags[key]
+        seat = self._seats[tag] = Seat(key, tag, lease, identity_of(tag), saved)
+        return seat
+
+    def leave(self, alive: Collection[str]) -> None:
+        """Take out the requests that are not among these, and give back the seats that nobody has."""
+        for seat in self._seats.values():
+            seat.users.intersection_update(alive)
+        self.drop_empty()
+
+    def drop_empty(self) -> None:
+        for tag, seat in list(self._seats.items()):
+            if not seat.users:
+                del self._seats[tag]
+                self._store.release(seat.lease)

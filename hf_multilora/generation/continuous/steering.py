@@ -1,0 +1,327 @@
+"""Steering: transformers' own objects for continuous batching, made to ask `Batching` and `Forwards`.
+
+An object that exists already gets a class that derives from its own, with a few methods in front: nothing of
+transformers is patched, and each object's class goes with the object. Methods have the names of transformers' and call
+on to them; what they do there is said in `batching` and `forwards`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
+
+from ...errors import UnsupportedAdapterError
+from .batching import Batching
+from .forwards import Forwards
+from .requests import KEYWORD, Carrier, carrier_of
+
+
+def steer(thing: Any, make: Callable[[Any], Any], **attributes: Any) -> None:
+    """Give an object a class that derives from its own."""
+    thing.__dict__.update(attributes)
+    thing.__class__ = make(type(thing))
+
+
+def steer_processors(processors: Any, batching: Batching, forwards: Forwards) -> None:
+    """Steer the list of logits processors, which gets one more."""
+    others = processors.do_processing
+    processors.logits_processor.append(AdapterContinuousLogitsProcessor(batching))
+    processors._retrieve_processors_kwargs()
+    lines = processors.tensors_required + 1
+    for name in ("tensors_required", "do_processing"):
+        del processors.__dict__[name]
+    common = {"_batching": batching, "_forwards": forwards}
+    steer(processors, _processor_list, **common, own_lines=lines, _others=others)
+
+
+def steer_processor(processor: Any, batching: Batching, forwards: Forwards) -> None:
+    """Steer a batch processor and all that belongs to it."""
+    common = {"_batching": batching, "_forwards": forwards}
+    cache, ios = processor.cache, processor.inputs_and_outputs
+    steer(processor, _processor, **common)
+    steer(processor.scheduler, _scheduler, **common)
+    steer(processor.model_runner, _runner, **common)
+    steer(ios, _ios, **common)
+    steer(cache, _cache, **common, _state=None)
+    if hasattr(cache, "cache_allocators"):
+        for allocator in cache.cache_allocators.values():
+            steer(allocator, _allocator, _cache=cache)
+    else:
+        steer(cache._block_manager, _block_manager, _cache=cache)
+    device = ios.io_pairs[0].device_io if hasattr(ios, "io_pairs") else ios
+    forwards.masked = device.attention_mask is not None
+    batching.processor, batching.scheduler = processor, processor.scheduler
+
+
+@functools.cache
+def _processor(own: Any) -> Any:
+    class Processor(own):
+        """In front of ContinuousBatchProcessor."""
+
+        def prepare_next_batch(self) -> bool:
+            self._batching.sweep()
+            return bool(super().prepare_next_batch())
+
+        def update_batch(self) -> None:
+            forking = bool(self.scheduler._requests_to_fork)
+            super().update_batch()
+            self._batching.traffic.steps += 1
+            if forking:
+                self._batching.forked()
+            self._batching.sweep()
+
+        def reset(self) -> None:
+            super().reset()
+            self._batching.clear()
+
+        def warmup(self, model: Any) -> None:
+            with self._forwards.rehearsal():
+                super().warmup(model)
+            super().warmup(model)
+
+    return Processor
+
+
+@functools.cache
+def _scheduler(own: Any) -> Any:
+    class Scheduler(own):
+        """In front of the scheduler of whatever kind."""
+
+        def add_waiting_request(self, state: Any) -> None:
+            self._batching.check(state)
+            super().add_waiting_request(state)
+            self._batching.arrived(state)
+
+        def finish_request(self, request_id: str) -> None:
+            super().finish_request(request_id)
+            self._batching.touched()
+
+        def clear_cancelled_requests(self) -> Any:
+            states = super().clear_cancelled_requests()
+            self._batching.touched()
+            return states
+
+        def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
+            self._batching.before(token_budget)
+            result = super().schedule_batch(token_budget, cache_budget)
+            self._batching.after()
+            return result
+
+        def _get_waiting_candidates(self) -> list[Any]:
+            return self._batching.offer(super()._get_waiting_candidates())
+
+        def _infer_request_tokens(self, state: Any, *args: Any) -> Any:
+            before, cache = state.position_offset, self.cache
+            with cache.writing(state):
+                tokens = super()._infer_request_tokens(state, *args)
+            if state.position_offset > before:
+                self._batching.traffic.shared(state, state.position_offset - before)
+            return tokens
+
+    return Scheduler
+
+
+@functools.cache
+def _cache(own: Any) -> Any:
+    class Cache(own):
+        """In front of PagedAttentionCache: prefixes belong to their adapters, and what is not finite stays outside."""
+
+        _state: Any  # the request whose blocks are looked up or completed
+
+        @contextmanager
+        def writing(self, state: Any) -> Iterator[None]:
+            self._state = state
+            try:
+                yield
+            finally:
+                self._state = None
+
+        def seeded(self, tokens: Any) -> Any:
+            return tokens if self._state is None else self._batching.seeded(self._state, tokens)
+
+        def search_prefix_match(self, request_id: str, prompt_ids: Any) -> Any:
+            return super().search_prefix_match(request_id, self.seeded(prompt_ids))
+
+        def mark_complete_blocks(self, state: Any, *args: Any) -> None:
+            with self.writing(state):
+                super().mark_complete_blocks(state, *args)
+
+        def mark_shareable_blocks_as_complete(self, state: Any, *args: Any, **kwargs: Any) -> None:
+            """The same in transformers 5.17."""
+            with self.writing(state):
+                super().mark_shareable_blocks_as_complete(state, *args, **kwargs)
+
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._forwards.guard(key_states, value_states)
+            return super().update(key_states, value_states, *args, **kwargs)
+
+    return Cache
+
+
+@functools.cache
+def _allocator(own: Any) -> Any:
+    class Allocator(own):
+        """In front of what hashes blocks."""
+
+        _cache: Any
+
+        def mark_complete_blocks(self, request_id: str, token_ids: Any, *args: Any) -> None:
+            super().mark_complete_blocks(request_id, self._cache.seeded(token_ids), *args)
+
+    return Allocator
+
+
+@functools.cache
+def _block_manager(own: Any) -> Any:
+    class BlockManager(own):
+        """The same in transformers 5.17."""
+
+        _cache: Any
+
+        def mark_shareable_blocks_as_complete(self, *, prompt_ids: Any, **kwargs: Any) -> None:
+            super().mark_shareable_blocks_as_complete(prompt_ids=self._cache.seeded(prompt_ids), **kwargs)
+
+    return BlockManager
+
+
+@functools.cache
+def _ios(own: Any) -> Any:
+    class InputsOutputs(own):
+        """In front of the inputs and outputs, synchronous or not."""
+
+        def retrieve_device_outputs(self) -> None:
+            self._forwards.fetch(self)
+            super().retrieve_device_outputs()
+
+        def prepare_batch_update(self) -> Any:
+            """What came out of a batch, without the requests that have failed: those whose values are not finite, and
+            those that failed so in the batch before."""
+            requests, tokens, logprobs = super().prepare_batch_update()
+            for request in self._forwards.poisoned(self, requests):
+                state = request.state
+                if state.status.name not in ("FINISHED", "FAILED", "PENDING"):
+                    self._batching.fail(state, UnsupportedAdapterError(_NOT_FINITE.format(_name(state))))
+            if not any(request.state.status.name == "FAILED" for request in requests):
+                return requests, tokens, logprobs
+            kept: tuple[list[Any], list[Any], list[Any]] = [], [], []
+            at = 0
+            for request in requests:
+                good = request.state.status.name != "FAILED"
+                if good:
+                    kept[0].append(request)
+                if request.has_new_token:
+                    if good:
+                        kept[1].append(tokens[at])
+                        kept[2].extend(logprobs[at : at + 1] if logprobs is not None else [])
+                    at += 1
+            return kept[0], kept[1], kept[2] if logprobs is not None else None
+
+    return InputsOutputs
+
+
+_NOT_FINITE = "Adapter {}: the values that it computes for this request are not finite (NaN or infinite)."
+
+
+def _name(state: Any) -> str:
+    carrier = carrier_of(state)
+    return repr(None if carrier is None else carrier.key)
+
+
+@functools.cache
+def _runner(own: Any) -> Any:
+    class Runner(own):
+        """In front of ModelRunner."""
+
+        def maybe_pad_inputs(self, *args: Any, **kwargs: Any) -> Any:
+            sizes = super().maybe_pad_inputs(*args, **kwargs)
+            self._forwards.expect(sizes[0], self.pad_inputs)
+            return sizes
+
+        def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
+            own = self.logit_processor.own_lines
+            with self._forwards.running(self, model, batch_data, own):
+                super().compute_batch(model, batch_data)
+
+        def _get_forward_fn(self, use_block_table: bool) -> Any:
+            function, _ = super()._get_forward_fn(use_block_table)
+            return function, self._forwards.captured(self, use_block_table)
+
+        def _forward_process_and_sample(self, model: Any, batch_data: dict[str, Any], *args: Any) -> None:
+            self._forwards.places = batch_data["logits_indices"]
+            super()._forward_process_and_sample(model, batch_data, *args)
+
+        def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
+            scores = self._forwards.check_scores(scores, self.do_sample)
+            super()._sample(scores, output_ids)
+
+    return Runner
+
+
+@functools.cache
+def _processor_list(own: Any) -> Any:
+    class ProcessorList(own):
+        """In front of ContinuousBatchingLogitsProcessorList: carries the slots in lines of its own.
+
+        Attributes:
+            own_lines: lines of the processors themselves.
+        """
+
+        own_lines: int
+        _others: bool  # whether there are processors beside ours
+
+        @property
+        def tensors_required(self) -> int:
+            return self.own_lines + self._forwards.lines
+
+        @property
+        def do_processing(self) -> bool:
+            return self._others or self._batching.calls.vocabulary is not None
+
+        def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+            int32_tensor.fill_(-1)
+            super().fill_defaults(int32_tensor)
+
+        def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> torch.Tensor:
+            super().prepare_tensor_args(requests_in_batch, arg_storage)
+            self._forwards.write(requests_in_batch, arg_storage[self.own_lines :])
+            return arg_storage
+
+    return ProcessorList
+
+
+class AdapterContinuousLogitsProcessor(ContinuousBatchingLogitsProcessor):
+    """Overwrites the columns beyond each request's own vocabulary with -inf, after all other processors.
+
+    Args:
+        batching: of the manager.
+    """
+
+    supported_kwargs = {KEYWORD: Carrier}
+    ignored_kwargs = ()
+
+    def __init__(self, batching: Batching) -> None:
+        self._batching = batching
+
+    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
+        int32_tensor.fill_(_ALL)
+
+    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
+        """int32 `[requests]`: the number of columns that each may use."""
+        vocabulary = self._batching.calls.vocabulary
+        own = []
+        for request in requests_with_new_token:
+            carrier = carrier_of(request.state)
+            own.append(None if carrier is None or carrier.seat is None else carrier.seat.extras.vocab_size)
+        return torch.tensor([_ALL] * len(own) if vocabulary is None else vocabulary.sizes(own), dtype=torch.int32)
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        columns = torch.arange(scores.shape[-1], device=scores.device)
+        return scores.masked_fill(columns >= tensor_arg[: scores.shape[0], None], float("-inf"))
+
+
+_ALL = 2**31 - 1
