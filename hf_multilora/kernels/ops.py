@@ -21,7 +21,7 @@ from ..errors import ModelError, RoutingError
 from . import custom, reference
 from .custom import HAS_TRITON, TRITON_DTYPES, parts_of, slices_of, unit_stride
 from .segments import tile_count
-from .tuning import MAX_DELTA_TOKENS, MAX_SLICES, is_decode
+from .tuning import MAX_SEGMENT_TOKENS, MAX_SLICES, is_decode
 
 if HAS_TRITON:
     from . import launch
@@ -66,7 +66,7 @@ class Workspace:
         """int32 zeros, which every kernel leaves as zeros; enough for any call over so many slots."""
         if self._counters is None:
             with torch.inference_mode(False):
-                size = MAX_SLICES * tile_count(MAX_DELTA_TOKENS, adapters)
+                size = MAX_SLICES * tile_count(MAX_SEGMENT_TOKENS, adapters)
                 self._counters = torch.zeros(size, dtype=torch.int32, device=device)
         return self._counters
 

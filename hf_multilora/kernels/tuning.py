@@ -27,6 +27,8 @@ from .table import LOW_RANK, MAX_SPLIT
 TILE_TOKENS = 16
 # Rows that share slots are served together from this many rows, and this many for each slot, on.
 SEGMENT_ROWS, SEGMENT_ROWS_A_SLOT = 8, 2
+# Tokens that segments serve at most (packed prompts, a row for each token), and deltas beside the base layer.
+MAX_SEGMENT_TOKENS = 16384
 MAX_DELTA_TOKENS = 4096
 # Programs that fill the machine: K is split until there are this many.
 PREFILL_PROGRAMS = 128
@@ -132,7 +134,7 @@ def kind_of(call: Call) -> str:
     per_row = call.n // call.rows
     if per_row >= TILE_TOKENS:
         return "tiles"
-    many = MAX_DELTA_TOKENS >= call.n >= max(SEGMENT_ROWS, SEGMENT_ROWS_A_SLOT * call.adapters)
+    many = MAX_SEGMENT_TOKENS >= call.n >= max(SEGMENT_ROWS, SEGMENT_ROWS_A_SLOT * call.adapters)
     halves = call.x == call.data and call.data.itemsize == 2
     if per_row == 1 and many and halves and call.capacity is not None:
         return "segments"

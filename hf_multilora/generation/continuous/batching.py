@@ -176,8 +176,10 @@ class Batching:
         self._turn = turn = Turn(room, self._budget - len(active))
         keys = {carrier.key for carrier in map(carrier_of, waiting) if carrier is not None and carrier.key is not None}
         standings = self.store.look(keys)
-        for key in self._reads.keys() - keys:
-            _close(self._reads.pop(key))
+        for key in list(self._reads):
+            standing = standings.get(key)
+            if standing is None or standing.resident:  # nobody waits for it any more, or its slot has it
+                _close(self._reads.pop(key))
         ready = [state for state in waiting if self._ready(state, standings, turn)]
         self.admission.offer(ready, standings, turn)
         for state, error in turn.refused:

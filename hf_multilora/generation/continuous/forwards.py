@@ -69,6 +69,14 @@ class Forwards:
         self._recipes: dict[Any, Any] = {}
         self.places: torch.Tensor | None = None  # tokens whose logits the forward computes
 
+    def forget(self) -> None:
+        """Let go of all that belongs to one batch processor and its buffers: its graphs above all."""
+        self._views.clear()
+        self._graphs.clear()
+        self._fetched.clear()
+        self._recipes.clear()
+        self._flags = self._batch = self.places = None
+
     @property
     def lines(self) -> int:
         """Reserved lines that the slots of the largest batch take."""

@@ -90,6 +90,7 @@ class LoraBatching:
     def _create_batch_processor(self) -> Any:
         processor = super()._create_batch_processor()  # type: ignore[misc]
         if self.batching.processor is not processor:
+            self._forwards.forget()
             steer_processor(processor, self.batching, self._forwards)
         return processor
 
@@ -101,8 +102,9 @@ class LoraBatching:
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         super().stop(*args, **kwargs)  # type: ignore[misc]
-        if self.batch_processor is None:  # type: ignore[attr-defined]
+        if self.batch_processor is None and not self.is_running():  # type: ignore[attr-defined]
             self.batching.processor = self.batching.scheduler = None
+            self._forwards.forget()
 
 
 @functools.cache
