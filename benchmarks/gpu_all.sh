@@ -2,9 +2,10 @@
 # Everything that needs a GPU, in one go: kernel tests, GPU tests, generate(), memory. Logs and results land in $OUT.
 #
 #   benchmarks/gpu_all.sh                        # all four, each under its own time limit
-#   benchmarks/gpu_all.sh gpu generate           # some of: tests kernels gpu generate memory moe profile
+#   benchmarks/gpu_all.sh gpu generate           # some of: tests kernels gpu generate memory moe continuous profile
 #   SHARDS=12 benchmarks/gpu_all.sh tests        # all GPU tests, in so many processes
 #   GENERATE="--parts static graphs --batch 32" benchmarks/gpu_all.sh generate
+#   CONTINUOUS="--parts soak" benchmarks/gpu_all.sh continuous
 #
 # A step that fails or runs out of time does not stop the next one. The exit status is the number of failed steps.
 set -u -o pipefail
@@ -12,6 +13,7 @@ cd "$(dirname "$0")/.."
 OUT=${OUT:-benchmarks/results}
 PYTHON=${PYTHON:-python3}
 GENERATE=${GENERATE:-}
+CONTINUOUS=${CONTINUOUS:-}
 mkdir -p "$OUT"
 export PYTHONPATH=".${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 TRANSFORMERS_VERBOSITY=error TOKENIZERS_PARALLELISM=false
 failed=0
@@ -50,6 +52,8 @@ for name in $wanted; do
     generate) step generate 240 36 "$PYTHON" benchmarks/bench_generate.py --out "$OUT" --budget-s 200 $GENERATE ;;
     memory) step memory 120 26 "$PYTHON" benchmarks/bench_memory.py --out "$OUT" --budget-s 90 ;;
     moe) step moe 150 30 "$PYTHON" benchmarks/bench_moe.py --out "$OUT" --budget-s 60 --reps 5 --new-tokens 13 ;;
+    # shellcheck disable=SC2086
+    continuous) step continuous 570 30 "$PYTHON" benchmarks/bench_continuous.py --out "$OUT" --budget-s 360 $CONTINUOUS ;;
     profile) step profile 120 90 "$PYTHON" benchmarks/profile_step.py --out "$OUT" --budget-s 60 ;;
     *) echo "unknown step: $name"; exit 2 ;;
   esac

@@ -26,6 +26,15 @@ SHAPES: dict[str, dict[str, int]] = {
         vocab_size=128256,
         max_position_embeddings=16384,
     ),
+    "small": dict(
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        max_position_embeddings=2048,
+    ),
     "tiny": dict(
         hidden_size=64,
         intermediate_size=160,
