@@ -263,6 +263,44 @@ def registered() -> list[str]:
     return ["\n".join(lines)]
 
 
+# Groups of bench_continuous.py: (the part that says how it ran, the parts of its rows, what they have in common).
+GROUPS = [
+    ("slots32", ("base", "slots32", "slots8"), "r=16 on all seven projections"),
+    ("registered", ("registered",), "r=8 on q and v"),
+    ("graphs", ("graphs",), "r=16 on all seven projections, CUDA graphs"),
+]
+
+
+def continuous() -> list[str]:
+    """Throughput of continuous batching: one table, whose groups are one run each."""
+    runs = [run for run in read_runs(HERE / "results", "continuous") if on_the_shape(run)]
+    lines: list[str] = []
+    for key, parts, title in GROUPS:
+        run = next(
+            (run for run in reversed(runs) if any(row.get("part") == key for row in run.figures.values())), None
+        )
+        if run is None:
+            continue
+        rows = [row for row in run.figures.values() if row.get("part") in parts and row["unit"] == "tokens/s"]
+        first = rows[0]
+        low, high = first["prompt_tokens"]
+        traffic = f"{first['requests']} requests, prompts of {low} to {high} tokens, {first['new_tokens']} new"
+        lines.append(f"| **{title}: {traffic}**, {first['attention']}, {about(run)} | | | | |")
+        for row in rows:
+            spread = f"{min(row['all']):.0f} to {max(row['all']):.0f}"
+            cells = [f"{row['value']:.0f}", spread, f"{row['of_bare']:.2f} x", f"{row['tokens_a_step']:.0f}"]
+            lines.append(f"| {row['what'].removeprefix('throughput, ')} | " + " | ".join(cells) + " |")
+    if not lines:
+        return []
+    head = [
+        "Continuous batching of the same model; ratios are to the bare model's throughput in the same repetition.",
+        "",
+        "| | new tokens/s | of all repetitions | of the bare model | new tokens a step |",
+        "|---|---|---|---|---|",
+    ]
+    return ["\n".join(head + lines)]
+
+
 def listed(benchmark: str) -> list[str]:
     """A table whose rows are figures, with the spread of their repetitions."""
     runs = [run for run in read_runs(HERE / "results", benchmark) if benchmark == "cpu" or on_the_shape(run)]
@@ -320,7 +358,7 @@ def kernels() -> list[str]:
 def table() -> str:
     """All parts that have results, as markdown."""
     runs = [run for run in read_runs(HERE / "results", "generate") if on_the_shape(run)]
-    parts = decode(runs) + prefill(runs) + kernels() + listed("memory") + registered()
+    parts = decode(runs) + prefill(runs) + kernels() + listed("memory") + registered() + continuous()
     parts += listed("kinds") + listed("cpu")
     return "\n\n".join(parts)
 

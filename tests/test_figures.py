@@ -99,6 +99,26 @@ def test_each_way_to_decode_comes_from_its_newest_run_of_the_whole_shape(scripts
     assert "eager -10 to +20 %" in text and "| 2000 | 970 | 873 to 1164 | 7.9 |" in text
 
 
+def test_continuous_batching_is_one_run_a_group(scripts, results):
+    def served(part: str, value: float, of_bare: float) -> dict:
+        return {
+            "value": value, "unit": "tokens/s", "part": part, "of_bare": of_bare, "tokens_a_step": 97.6,
+            "prompt_tokens": [64, 192], "requests": 128, "new_tokens": 128, "attention": "sdpa",
+        }  # fmt: skip
+
+    for date, speed in (("2026-11-01", 500.0), ("2026-11-03", 900.0)):
+        figures = {
+            "throughput, bare model": served("base", speed, 1.0),
+            "throughput, 32 slots, 32 adapters": served("slots32", 0.95 * speed, 0.95),
+        }
+        write(results, "continuous", date, figures)
+    write(results, "continuous", "2026-11-04", {"throughput, bare model, graphs": served("graphs", 2000.0, 1.0)})
+    lines = scripts("tables").table().splitlines()
+    assert "| bare model | 900 | 810 to 1080 | 1.00 x | 98 |" in lines
+    assert "| 32 slots, 32 adapters | 855 | 770 to 1026 | 0.95 x | 98 |" in lines
+    assert [line for line in lines if "bare model, graphs" in line] and not any("| 500 |" in line for line in lines)
+
+
 def test_plots_draw_the_same_figures(scripts, results):
     plots = scripts("plots")
     runs = [run for run in plots.read_runs(results / "results", "generate") if plots.on_the_shape(run)]
