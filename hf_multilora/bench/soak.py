@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import itertools
 import os
 import random
 import statistics
@@ -30,7 +31,7 @@ from .serving import Shape, Side, StuckError, set_attention
 from .workload import DTYPES, adapter_config, build_model, linear_shapes, twin
 
 SLOTS = 8
-PREFIX, PREFIXES = 16, 50  # tokens, and how many prefixes there are
+PREFIX, PREFIXES = 16, 4  # tokens, and how many prefixes there are
 PROMPT, NEW = (16, 48), (8, 24)
 ROWS, WINDOW = 64, 256  # requests in one batch, and under way in all
 BLOCK = 16
@@ -217,8 +218,7 @@ def device_bytes(device: str) -> int:
 
 
 def growth(looks: Sequence[Look], what: str) -> float:
-    """Per 1000 requests, by least squares."""
-    if len(looks) < 2:
-        return 0.0
-    served = [look.served / 1000 for look in looks]
-    return statistics.linear_regression(served, [getattr(look, what) for look in looks]).slope
+    """Per 1000 requests: the median of the slopes between any two looks, which one odd look does not move."""
+    pairs = itertools.combinations(looks, 2)
+    slopes = [1000 * (getattr(b, what) - getattr(a, what)) / (b.served - a.served) for a, b in pairs]
+    return statistics.median(slopes) if slopes else 0.0
