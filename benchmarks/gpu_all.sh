@@ -53,7 +53,7 @@ for name in $wanted; do
     memory) step memory 120 26 "$PYTHON" benchmarks/bench_memory.py --out "$OUT" --budget-s 90 ;;
     moe) step moe 150 30 "$PYTHON" benchmarks/bench_moe.py --out "$OUT" --budget-s 60 --reps 5 --new-tokens 13 ;;
     # shellcheck disable=SC2086
-    continuous) step continuous 570 30 "$PYTHON" benchmarks/bench_continuous.py --out "$OUT" --budget-s 360 $CONTINUOUS ;;
+    continuous) step continuous 590 30 "$PYTHON" benchmarks/bench_continuous.py --out "$OUT" --budget-s 480 $CONTINUOUS ;;
     profile) step profile 120 90 "$PYTHON" benchmarks/profile_step.py --out "$OUT" --budget-s 60 ;;
     *) echo "unknown step: $name"; exit 2 ;;
   esac

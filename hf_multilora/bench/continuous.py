@@ -234,7 +234,7 @@ def parser() -> argparse.ArgumentParser:
     sizes = "\n".join(f"{shape}: {json.dumps(given)}" for shape, given in SIZES.items())
     options = arguments(f"{__doc__}\nWhat is not given depends on the shape:\n{sizes}")
     options.formatter_class = argparse.RawDescriptionHelpFormatter
-    options.set_defaults(reps=3, budget_s=420)
+    options.set_defaults(reps=3, budget_s=480)
     options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS[:4]))
     options.add_argument("--requests", type=int)
     options.add_argument("--prompt", type=int, nargs=2, help="least and most tokens of a prompt")
