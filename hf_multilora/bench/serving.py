@@ -51,8 +51,12 @@ class Shape:
         return self.batch_tokens * (self.blocks * self.block + self.batch_tokens)
 
     def prompts(self, vocabulary: int, seed: int) -> list[list[int]]:
-        """Random prompts of a repetition; their lengths are those of every repetition."""
-        lengths, tokens = random.Random(0), random.Random(seed)
+        """Random prompts of a repetition.
+
+        Lengths are its own, too: cuDNN keeps a plan of its attention for each length of the cache that it has met, and
+        requests that come never meet the same ones again.
+        """
+        lengths, tokens = random.Random(~seed), random.Random(seed)
         counts = [lengths.randint(*self.prompt) for _ in range(self.requests)]
         return [tokens.choices(range(3, vocabulary), k=count) for count in counts]
 
@@ -65,7 +69,7 @@ def batching_config(shape: Shape) -> ContinuousBatchingConfig:
         "num_blocks": shape.blocks,
         "max_batch_tokens": shape.batch_tokens,
         "max_requests_per_batch": shape.rows,
-        "use_cuda_graph": shape.graphs,
+        "use_cuda_graph": True if shape.graphs else None,
     }
     if "auto_switch_to_flash" in known:
         options["auto_switch_to_flash"] = False

@@ -7,6 +7,7 @@ scheduler ask here whom it may take (`admission`), and its objects for the forwa
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -25,6 +26,7 @@ from .requests import Carrier, carrier_of
 from .seats import Seat, Seats
 from .traffic import Traffic
 
+_AGAIN_S = 0.05  # seconds
 _READERS = 2  # threads that load adapters for waiting requests
 
 
@@ -62,6 +64,7 @@ class Batching:
         self._turn: Turn | None = None
         self._budget = 0
         self._dirty = False
+        self._fruitless: float | None = None  # the last round offered nobody, and need not be repeated before
         self._pool: ThreadPoolExecutor | None = None
         self._pool_lock = threading.Lock()
         self._reads: dict[Key, Future[Hold]] = {}  # of adapters that were dropped from host memory
@@ -93,8 +96,12 @@ class Batching:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="hf_multilora_batching")
             future = self._pool.submit(work, *args)
-        future.add_done_callback(lambda _: self._wake())
+        future.add_done_callback(self._woken)
         return future
+
+    def _woken(self, future: Future[Any]) -> None:
+        self._fruitless = None
+        self._wake()
 
     def check(self, state: Any) -> None:
         """Raises: RoutingError where a request of the base holds tokens that adapters have added."""
@@ -119,7 +126,7 @@ class Batching:
 
     def arrived(self, state: Any) -> None:
         self.traffic.arrived(state)
-        self._dirty = True
+        self.touched()
 
     def forked(self) -> None:
         """Children of requests have joined the running ones."""
@@ -132,8 +139,8 @@ class Batching:
                 carrier.seat.users.add(request_id)
 
     def touched(self) -> None:
-        """A request has ended, one way or another."""
-        self._dirty = True
+        """A request has come, or ended one way or another."""
+        self._dirty, self._fruitless = True, None
 
     def sweep(self) -> None:
         """Note which requests are gone, and give back what they held."""
@@ -171,6 +178,8 @@ class Batching:
 
     def offer(self, waiting: Sequence[Any]) -> list[Any]:
         """The waiting requests that the scheduler may take, in order."""
+        if self._fruitless is not None and time.monotonic() < self._fruitless:
+            return []
         active = self.scheduler.active_requests
         room = self.scheduler.max_requests_per_batch - len(active)
         self._turn = turn = Turn(room, self._budget - len(active))
@@ -184,6 +193,8 @@ class Batching:
         self.admission.offer(ready, standings, turn)
         for state, error in turn.refused:
             self.fail(state, error)
+        # Nothing changes until a request comes or goes, or something else happens that nobody tells.
+        self._fruitless = None if turn.offered or turn.refused else time.monotonic() + _AGAIN_S
         return turn.offered
 
     def _ready(self, state: Any, standings: Mapping[Key, Standing | None], turn: Turn) -> bool:
@@ -261,7 +272,7 @@ class Batching:
         self.processor.offloading_manager.free_request_cpu_cache(state)
         if state.request_id in scheduler.active_requests:
             scheduler.finish_request(state.request_id)
-        self._dirty = True
+        self.touched()
 
     def seeded(self, state: Any, tokens: Sequence[int]) -> Sequence[int]:
         """Tokens of a request as the hashes of its cached blocks are to see them."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers.generation.continuous_batching.utils import CudaGraphBuffer
+from transformers.utils import logging
 
 from ...errors import ModelError
 from ...kernels.guard import guard
@@ -18,7 +19,38 @@ from .requests import carrier_of
 from .seats import Seat
 from .table import Lanes, slots_of
 
+logger = logging.get_logger(__name__)
+
 _VIEWS = 64
+_LEAST_CACHED = 1024
+_GRAPHS = 64  # of one kind; the one that was not used for the longest time makes room
+
+
+class Graphs(CudaGraphBuffer):
+    """transformers' buffer of graphs, with an end to their number."""
+
+    def get_graph(self, key: Any) -> Any:
+        graph = super().get_graph(key)
+        if graph is not None:
+            self._storage[key] = self._storage.pop(key)
+        return graph
+
+    def set_graph(self, key: Any, graph: Any) -> None:
+        if len(self._storage) >= _GRAPHS:
+            torch.cuda.synchronize()  # it may be running
+            self._storage.pop(next(iter(self._storage))).reset()
+        super().set_graph(key, graph)
+
+
+def bucket(size: int, least: int, most: int) -> int:
+    """The next of four sizes in each octave, from `least` on: what captured batches are padded to.
+
+    Example:
+        >>> [bucket(n, 4, 100) for n in (1, 4, 5, 9, 17, 33, 65, 99)]
+        [4, 4, 5, 10, 20, 40, 80, 100]
+    """
+    step = max(1, 1 << max(0, size - 1).bit_length() - 3)
+    return min(most, max(least, -(-size // step) * step))
 
 
 class Batch:
@@ -49,6 +81,10 @@ class Forwards:
 
     Attributes:
         guarding: the keys and values of the forward that runs are to be guarded.
+        decoding: each request of the next batch brings one token.
+        graphs: "given": as the configuration says. "decode": our own choice, where nobody has chosen and transformers
+            would run all eagerly: batches that decode are padded and captured, others run as they are. "off": that
+            was tried, and does not work for this model.
     """
 
     def __init__(self, calls: Calls, sites: Any, config: Any) -> None:
@@ -56,6 +92,8 @@ class Forwards:
         self.config = config
         self.rehearsing = False
         self.guarding = False
+        self.decoding = False
+        self.graphs = "given"
         self.masked = False  # attention is kept apart by masks
         self._sites = sites
         self._device = calls.store.arena.device
@@ -84,6 +122,23 @@ class Forwards:
         return Lanes(most, min(most, self.config.max_requests_per_batch), self._adapters).lines()
 
     # -- before the forward
+
+    def choose_graphs(self) -> None:
+        """Capture batches that decode; to be called before there is a batch processor."""
+        self.graphs = "decode"
+        self.config.use_cuda_graph = (True, True)
+
+    def pads(self, given: bool) -> bool:
+        """Whether the next batch is padded; `given`: what the configuration says."""
+        return given if self.graphs == "given" else self.decoding and self.graphs == "decode"
+
+    def sizes(self, tokens: int, cached: int, cache: Any) -> tuple[int, int]:
+        """Tokens and cached tokens of a batch that decodes, padded for graphs that are our choice."""
+        most = cache.max_tokens_read if hasattr(cache, "max_tokens_read") else cache.num_pages
+        return (
+            bucket(tokens, 1, int(self.config.max_batch_tokens)),
+            bucket(cached, _LEAST_CACHED, most) if cached else 0,
+        )
 
     def expect(self, tokens: int, padded: bool) -> None:
         """The next batch has so many tokens, padding included."""
@@ -146,7 +201,7 @@ class Forwards:
         if captured:
             variant = (touched if state is not None else None, self.calls.vocabulary is None)
             holder = ios.io_pairs[pair].device_io if hasattr(ios, "io_pairs") else ios
-            holder.graphs = self._graphs.setdefault((pair, variant), CudaGraphBuffer())
+            holder.graphs = self._graphs.setdefault((pair, variant), Graphs())
         if stream is not None and not hasattr(ios, "io_pairs"):
             stream.wait_stream(torch.cuda.current_stream(stream.device))  # it has just written the inputs
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
@@ -166,7 +221,14 @@ class Forwards:
         """Whether the forward is a graph, or becomes one."""
         assert self._batch is not None
         graph = runner.use_cuda_graph_decode if use_block_table else runner.use_cuda_graph_varlen
-        return bool(graph) and not self._batch.saved
+        return bool(graph) and not self._batch.saved and (self.graphs == "given" or self.pads(False))
+
+    def not_captured(self, error: Exception) -> None:
+        """A graph that was our own choice could not be captured: go on without any."""
+        self.graphs = "off"
+        logger.warning_once(
+            f"Continuous batching decodes without CUDA graphs: {type(error).__name__}: {str(error).splitlines()[0]}"
+        )
 
     def _state(self, batch: Batch, lines: torch.Tensor, touched: frozenset[int], whole: bool) -> PackedState:
         key = (lines.data_ptr(), batch.lanes)

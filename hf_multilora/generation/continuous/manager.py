@@ -24,8 +24,11 @@ class LoraBatching:
     batching: Batching
     _forwards: Forwards
 
-    def adopt(self, handle: Any, fairness: str, patience: int) -> None:
+    def adopt(self, handle: Any, fairness: str, patience: int, graphs_asked: bool) -> None:
         """Make a new manager of transformers' this.
+
+        Args:
+            graphs_asked: whether somebody has said if there are to be CUDA graphs.
 
         Raises:
             ConfigError: options that do not exist.
@@ -35,6 +38,8 @@ class LoraBatching:
         config: Any = self.continuous_batching_config  # type: ignore[attr-defined]
         forwards = Forwards(handle.calls, handle.served_sites, config)
         forwards.check_config()
+        if not graphs_asked and self.model.device.type == "cuda" and not any(config.cuda_graph_booleans):  # type: ignore[attr-defined]
+            forwards.choose_graphs()
         if self.distributed_helper.tp_size > 1:  # type: ignore[attr-defined]
             raise ModelError(
                 "Continuous batching with adapters does not run under tensor parallelism in this version."

@@ -7,6 +7,8 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+from transformers import ContinuousBatchingConfig
+
 from ...errors import ModelError, RoutingError
 from ..ids import one_of
 from .manager import PATIENCE, LoraBatching, check_options, with_keys
@@ -28,8 +30,8 @@ class ContinuousBatchingMixin:
         Args:
             fairness: "arrival" (the default), or "tokens": among waiting requests, the adapter that has had the fewest
                 tokens goes first.
-            patience: later requests that one which waits for a slot lets go first (64), before a slot is emptied for
-                it.
+            patience: later requests that one which waits for a slot lets go first (64); then a slot is emptied for it,
+                so that it starts when those who run there have ended, at the latest.
 
         Raises:
             RoutingError: inside of a `use` block or another call, whose ids requests would not have.
@@ -52,7 +54,7 @@ class ContinuousBatchingMixin:
             )
         manager = super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
         if not isinstance(manager, LoraBatching):
-            LoraBatching.adopt(manager, self.multilora, *options)
+            LoraBatching.adopt(manager, self.multilora, *options, graphs_asked=_graphs_asked(args, kwargs))
             calls.managers.add(manager)
         return manager
 
@@ -96,6 +98,17 @@ class ContinuousBatchingMixin:
             self.multilora.check_known(key)
         with _chosen(fairness, patience):
             return super().generate_batch(prompts, *args, **kwargs)  # type: ignore[misc]
+
+
+def _graphs_asked(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the arguments of init_continuous_batching say if there are to be CUDA graphs."""
+    given = [*args, *kwargs.values()]
+    given += [getattr(value, "continuous_batching_config", None) for value in given]
+    for config in given:
+        if isinstance(config, ContinuousBatchingConfig):
+            sizes = (config.q_padding_interval_size, config.kv_padding_interval_size)
+            return config.use_cuda_graph is not None or any(sizes) or bool(config.use_async_batching)
+    return False
 
 
 @contextmanager

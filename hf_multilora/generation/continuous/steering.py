@@ -110,6 +110,7 @@ def _scheduler(own: Any) -> Any:
             self._batching.before(token_budget)
             result = super().schedule_batch(token_budget, cache_budget)
             self._batching.after()
+            self._forwards.decoding = bool(result[0]) and len(result[0]) == result[2]
             return result
 
         def _get_waiting_candidates(self) -> list[Any]:
@@ -237,8 +238,17 @@ def _runner(own: Any) -> Any:
     class Runner(own):
         """In front of ModelRunner."""
 
-        def maybe_pad_inputs(self, *args: Any, **kwargs: Any) -> Any:
-            sizes = super().maybe_pad_inputs(*args, **kwargs)
+        @property
+        def pad_inputs(self) -> bool:
+            return self._forwards.pads(self.__dict__["pad_inputs"])
+
+        def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, *args: Any, **kwargs: Any) -> Any:
+            if self._forwards.graphs == "given":
+                sizes = super().maybe_pad_inputs(num_q_tokens, max_kv_read, *args, **kwargs)
+            elif self.pad_inputs:
+                sizes = self._forwards.sizes(num_q_tokens, max_kv_read, self.cache)
+            else:
+                sizes = num_q_tokens, max_kv_read
             self._forwards.expect(sizes[0], self.pad_inputs)
             return sizes
 
@@ -250,6 +260,15 @@ def _runner(own: Any) -> Any:
         def _get_forward_fn(self, use_block_table: bool) -> Any:
             function, _ = super()._get_forward_fn(use_block_table)
             return function, self._forwards.captured(self, use_block_table)
+
+        def _capture_graph(self, *args: Any) -> None:
+            try:
+                super()._capture_graph(*args)
+            except Exception as error:
+                # The forward in front of the capture has run, so that the batch is done all the same.
+                if self._forwards.graphs == "given":
+                    raise
+                self._forwards.not_captured(error)
 
         def _forward_process_and_sample(self, model: Any, batch_data: dict[str, Any], *args: Any) -> None:
             self._forwards.places = batch_data["logits_indices"]
