@@ -49,7 +49,7 @@ def bucket(size: int, least: int, most: int) -> int:
         >>> [bucket(n, 4, 100) for n in (1, 4, 5, 9, 17, 33, 65, 99)]
         [4, 4, 5, 10, 20, 40, 80, 100]
     """
-    step = max(1, 1 << max(0, size - 1).bit_length() - 3)
+    step = 1 << max(0, (size - 1).bit_length() - 3)
     return min(most, max(least, -(-size // step) * step))
 
 
