@@ -83,6 +83,9 @@ class AdapterStatus:
     pinned: bool
     in_use: int  # references held by calls in flight
     source: str
+    hits: int = 0  # calls (in continuous batching: seats) that found it in a slot
+    misses: int = 0
+    evictions: int = 0
 
 
 @dataclass

@@ -115,8 +115,7 @@ class StoreCore:
     def _bring_in(self, slot: Slot, tag: Hashable, label: str, entries: list[Entry], packed: PackedAdapter) -> None:
         """Start the copy of a block into a slot that nobody uses, in place of what is there."""
         if slot.tag is not None:
-            slot.free()
-            self._slots.counters.evictions += 1
+            self._evict(slot)
         packed = self._in_dtype(packed)
         self.arena.expect(packed.ranks, packed.has_vectors)
         slot.ready = self._transfer.start(slot.index, packed, slot.last_use.values())
@@ -126,6 +125,14 @@ class StoreCore:
         slot.pinned = entries[0].pinned and tag == entries[0].tag
         slot.tag = tag
         self._slots.counters.nbytes += packed.nbytes
+
+    def _evict(self, slot: Slot) -> None:
+        for name in slot.names:
+            entry = self._registry.entries.get(name)
+            if entry is not None:
+                entry.evictions += 1
+        slot.free()
+        self._slots.counters.evictions += 1
 
     def _in_dtype(self, packed: PackedAdapter) -> PackedAdapter:
         """The block in the dtypes of slots and base, where it was made before a retarget."""
@@ -176,8 +183,7 @@ class StoreCore:
                 return
             slot = self._slots.find(victim.tag)
             if slot is not None:
-                slot.free()
-                self._slots.counters.evictions += 1
+                self._evict(slot)
             victim.version = victim.version.without_block()
             self._unhashed.add(victim)
             self._registry.counters.evictions += 1

@@ -197,7 +197,8 @@ class LeasingStore(LoadingStore):
         for tag, slot in plan.items():
             key = next(key for key, wanted in call.tags.items() if wanted == tag)
             entries = [call.held[name] for name, _ in call.wishes[key]]
-            if slot.tag == tag:
+            hit = slot.tag == tag
+            if hit:
                 resident.hits += 1
             else:
                 misses = call.read.intersection(entry.name for entry in entries)
@@ -209,6 +210,8 @@ class LeasingStore(LoadingStore):
                 assert packed is not None
                 self._bring_in(slot, tag, label_of(key), entries, packed)
             for entry in entries:
+                entry.hits += hit
+                entry.misses += not hit
                 self._touch(entry, slot)
         for slot in plan.values():
             slot.users.add(call.grant)

@@ -127,6 +127,8 @@ class Entry:
         pinned: neither its slot nor its host block is ever evicted.
         holders: calls that need the host block and have no slot yet.
         used: moment of the last use, in the store's ticks.
+        hits, misses, evictions: how often calls have found it in a slot, or not, and it was put out of one; mixes
+            count for each of their parts.
     """
 
     name: str
@@ -135,6 +137,9 @@ class Entry:
     pinned: bool = False
     holders: WeakSet[Grant] = field(default_factory=WeakSet)
     used: int = 0
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
 
     @property
     def tag(self) -> tuple[int, int]:

@@ -183,6 +183,9 @@ class AdapterStore(LeasingStore):
                         pinned=entry.pinned,
                         in_use=len(self._slots.users_of(entry.name)),
                         source=entry.version.loaded.source,
+                        hits=entry.hits,
+                        misses=entry.misses,
+                        evictions=entry.evictions,
                     )
                 )
             return Status(

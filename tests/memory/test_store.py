@@ -596,3 +596,34 @@ def test_config_is_read():
     status = store.status()
     assert (status.max_loras, status.max_lora_rank, status.device, status.dtype) == (5, 4, "cpu", "float16")
     assert status.slots == [None] * 5
+
+
+def test_each_adapter_has_counters_of_its_own():
+    store = store_of(Files(**ABCD), max_loras=2)
+    for keys in (["a"], ["a", "b"], ["c"], ["a"], [(("a", 0.5), ("b", 0.5))]):
+        use(store, *keys)
+    counted = {one.name: (one.hits, one.misses, one.evictions) for one in store.status().adapters}
+    # a: brought in, found, put out for c, brought in; then a mix takes the place of c and is a's and b's own
+    assert counted == {"a": (1, 3, 1), "b": (0, 2, 1), "c": (0, 1, 1), "d": (0, 0, 0)}
+    status = store.status().resident
+    assert status.evictions == 3 and (status.hits, status.misses) == (1, 5)
+
+
+def test_how_keys_stand():
+    store = store_of(Files(**ABCD), max_loras=1, max_cpu_loras=2)
+    mix = (("a", 0.5), ("d", 1.0))
+    use(store, "d")
+    looks = store.look(["a", "d", "nobody", mix])
+    assert looks["nobody"] is None
+    assert looks["d"].resident and looks["d"].ready and looks["d"].tag == store.entry("d").tag
+    assert not looks["a"].resident and not looks["a"].ready, "dropped from host memory"
+    assert not looks[mix].ready and looks[mix].tag == ((store.entry("a").tag, 0.5), (store.entry("d").tag, 1.0))
+    hold = store.hold(["a"])
+    use(store, "b"), use(store, "c"), use(store, "d")
+    assert store.look(["a"])["a"].ready, "held, whatever comes"
+    hold.close()
+    hold.close()
+    use(store, "b"), use(store, "c")
+    assert not store.look(["a"])["a"].ready
+    with pytest.raises(AdapterNotFoundError):
+        store.hold(["a", "nobody"])

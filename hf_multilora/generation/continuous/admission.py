@@ -3,10 +3,10 @@
 - What runs keeps its seat. Requests of the base and of adapters that have a seat go first, then those of adapters that
   lie in a slot, then the others, as long as slots are to be had; within each by arrival, or (`fairness="tokens"`) the
   adapter that has had the fewest tokens first.
-- **Nobody starves**: a request that waits for a slot lets `patience` later ones go first (and what goes in the same round
-  as the last of them). Then it goes before all others; and if there is no slot, one seat (the one whose requests have the
-  least left to do) gets no new requests until it is empty, and the slot is the waiting one's: so it starts when those who
-  run on that seat have ended, at the latest.
+- **Nobody starves**: a request that waits for a slot lets `patience` later ones go first (and what goes in the same
+  round as the last of them). Then it goes before all others; and if there is no slot, one seat (the one whose requests
+  have the least left to do) gets no new requests until it is empty, and the slot is the waiting one's: so it starts
+  when those who run on that seat have ended, at the latest.
 """
 
 from __future__ import annotations
