@@ -72,13 +72,14 @@ class Churn(threading.Thread):
     def __init__(self, model: Any, history: History, folders: dict[str, Path], names: list[str], seed: int) -> None:
         super().__init__(daemon=True)
         self.model, self.history, self.folders, self.names = model, history, folders, names
-        self.rng, self.stopped, self.error = random.Random(seed), threading.Event(), None
+        self.rng, self.stopped = random.Random(seed), threading.Event()
+        self.error: BaseException | None = None
         self.done = {"reload": 0, "unload": 0}
 
     def run(self) -> None:
         try:
-            while not self.stopped.wait(self.rng.uniform(0.0, 0.12)):
-                self.change(self.rng.choice(self.names), "unload" if self.rng.random() < 0.3 else "reload")
+            while not self.stopped.wait(self.rng.uniform(0.0, 0.06)):
+                self.change(popular(self.rng, self.names), "unload" if self.rng.random() < 0.2 else "reload")
         except BaseException as error:
             self.error = error
 
@@ -106,10 +107,15 @@ class Churn(threading.Thread):
         self.done[what] += 1
 
 
+def popular(rng: random.Random, names: list[str]) -> str:
+    """One of the names, the first ones more often than the others."""
+    return rng.choices(names, [1 / (1 + i) ** 0.8 for i in range(len(names))])[0]
+
+
 def ask(rng: random.Random, manager: Any, names: list[str]) -> tuple[str, Asked] | None:
     """One random request; None where its adapter was gone at that moment."""
     kind, mixable = rng.random(), [name for name in names[:12] if "/" not in name]
-    chosen = (rng.choices(names, [1 / (1 + i) ** 0.7 for i in range(len(names))])[0],) if kind > 0.08 else ()
+    chosen = (popular(rng, names),) if kind > 0.08 else ()
     weights = (1.0,) * len(chosen)
     if kind > 0.94:
         chosen, weights = tuple(sorted(rng.sample(mixable, 2))), (0.6, -0.4)
@@ -139,13 +145,14 @@ def check(output: Any, asked: Asked, history: History, poison: str) -> str:
     """Compare one output with what it may be; returns what it was."""
     begun, ended = output.lifespan
     begun, ended = (begun, ended) if begun >= asked.since else (time.perf_counter(),) * 2
-    if poison in asked.names:
-        assert output.error and "finite" in output.error, f"a poisoned adapter's request: {output}"
-        return "poisoned"
-    if output.error is not None:
+    if output.error is not None and "was unloaded" in output.error:
         gone = any(history.was_gone(name, asked.since, time.perf_counter()) for name in asked.names)
         assert gone and output.status == RequestStatus.FAILED, f"{asked} failed: {output.error}"
         return "unloaded"
+    if poison in asked.names:
+        assert output.error and "finite" in output.error, f"a poisoned adapter's request: {output}"
+        return "poisoned"
+    assert output.error is None, f"{asked} failed: {output.error}"
     versions = [history.between(name, asked.since, begun) for name in asked.names]
     sources: list[Source] = [
         None if not numbers else numbers[0] if len(numbers) == 1 else tuple(zip(numbers, asked.weights, strict=True))
@@ -175,7 +182,7 @@ def soak(seed: int, *, device: str = "cpu", requests: int = 500, adapters: int =
     rng.shuffle(names)
     churn = Churn(model, history, folders, [name for name in names if name != "a5"], seed)
     asked: dict[str, Asked] = {}
-    settings = {"num_blocks": 14, "max_batch_tokens": 24, "max_requests_per_batch": 8, "safety_margin": 0.0, **config}
+    settings = {"num_blocks": 20, "max_batch_tokens": 24, "max_requests_per_batch": 8, "safety_margin": 0.0, **config}
     with (
         counted(RequestState, "create_equivalent_initial_request") as resets,
         running(model, batching(**settings)) as manager,

@@ -49,7 +49,7 @@ def test_a_mixed_batch(way: dict[str, Any], slots: int) -> None:
 def test_soak(way: dict[str, Any]) -> None:
     ended, events = soak(1, device=DEVICE, requests=500, **way)
     assert sum(ended.values()) == len(events["asked"]) >= 500
-    assert ended["one version"] >= 300 and ended["poisoned"] > 0 and ended.get("tie", 0) <= 2, ended
+    assert ended["one version"] >= 200 and ended["poisoned"] > 0 and ended.get("tie", 0) <= 2, ended
     assert events["reload"] > 3 and events["resets"] > 0 and events["traffic"].prefix_tokens > 0, events
 
 
