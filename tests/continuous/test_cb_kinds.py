@@ -12,6 +12,7 @@ from continuous.cb_bed import batching, greedy
 from fidelity import bed
 from models import VOCAB, prompts
 from oracle import adapters, alone
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from hf_multilora import enable_multilora
 
@@ -87,6 +88,20 @@ def test_each_request_sees_its_own_columns() -> None:
         torch.testing.assert_close(torch.tensor(output.logprobs), want, rtol=2e-4, atol=2e-4, msg=str(name))
     for name in VOCABULARIES:
         assert (own[name] > 0) == (bed.vocabulary("llama", name) > VOCAB), own
+
+
+def test_tokens_of_others_in_a_prompt_fail_their_request_alone() -> None:
+    """The base, and adapters with fewer tokens, have no embedding for them."""
+    model = bed.enabled("llama", ["more_tokens_4", "more_tokens_7", "plain"], max_loras=3)
+    names = [None, "plain", "more_tokens_4", "more_tokens_7"] * 2
+    inputs = [[5, 11, VOCAB + 5, 17, 21]] * 4 + [[5, 11, 13, 17, 21]] * 4
+    outputs = run(model, inputs, adapter_ids=names)
+    for row, (name, tokens, output) in enumerate(zip(names, inputs, outputs, strict=True)):
+        if row < 3:
+            assert output.status == RequestStatus.FAILED and str(VOCAB + 5) in output.error, f"{name}: {output}"
+        else:
+            assert output.error is None, f"{name}: {output.error}"
+            assert output.generated_tokens == tokens_of(bed.reference("llama", name), tokens), name
 
 
 def test_a_default_temperature_is_left_as_it_is() -> None:

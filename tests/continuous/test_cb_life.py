@@ -14,8 +14,10 @@ import pytest
 from continuous.cb_bed import (
     assert_answer,
     assert_told_apart,
+    batching,
     enabled,
     folder,
+    greedy,
     load,
     prompt,
 )
@@ -127,14 +129,14 @@ def test_a_new_adapter_while_others_decode() -> None:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[tuple[threading.Event, threading.Event]]:
-    """Reading the adapter at `path` waits for the second event; the first says that somebody tried."""
+def held(*paths: Path) -> Iterator[tuple[threading.Event, threading.Event]]:
+    """Reading the adapters at these paths waits for the second event; the first says that somebody tried."""
     import hf_multilora.handle as handle
 
     tried, may, plain = threading.Event(), threading.Event(), handle.load_plan
 
     def slow(source: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(source) == str(path):
+        if str(source) in map(str, paths):
             tried.set()
             assert may.wait(WAIT_S)
         return plain(source, *args, **kwargs)
@@ -145,6 +147,27 @@ def held(path: Path) -> Iterator[tuple[threading.Event, threading.Event]]:
             yield tried, may
         finally:
             may.set()
+
+
+def test_requests_that_come_before_the_manager_starts(tmp_path: Path) -> None:
+    """Whatever the start makes ready or anew, loads that requests wait for already go on."""
+    model, paths = enabled(VERSIONS), [folder(3 + i, tmp_path / f"f{i}") for i in range(4)]
+    manager = model.init_continuous_batching(generation_config=greedy(), continuous_batching_config=batching())
+    manager.warmup()
+    with held(*paths) as (tried, may):
+        requests = [manager.add_request(TOKENS, adapter_id=str(path)) for path in paths]
+        requests.append(manager.add_request(TOKENS, adapter_id="a"))
+        assert tried.wait(WAIT_S)
+        manager.start()
+        try:
+            results = Results(manager)
+            assert_answer(results.wait(requests[-1])[0], 0, 8)
+            may.set()
+            for output, number in zip(results.wait(*requests), (3, 4, 5, 6, 0), strict=True):
+                assert_answer(output, number, 8)
+        finally:
+            manager.stop(timeout=WAIT_S, hard_stop=True)
+    assert all(adapter.in_use == 0 for adapter in model.multilora.status().adapters)
 
 
 def test_a_folder_is_loaded_in_the_background(tmp_path: Path) -> None:
