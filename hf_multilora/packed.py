@@ -7,6 +7,7 @@ buffers at fixed addresses, written before the forward: a captured one reads wha
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ class PackedState(RowState):
         tensor: int32, a row table `[1, size]` of the tokens on CUDA, else their slots `[tokens]`.
         tokens: their number, padding included.
         touched, saved, adapters: as for `RowState`.
+        memo: what kernels keep, where it is still right from the last batch.
         kept: the same for the tokens whose logits are computed; None where these are all of them.
     """
 
@@ -36,6 +38,7 @@ class PackedState(RowState):
         adapters: int,
         saved: Mapping[str, Sequence[Saved]] | None = None,
         kept: PackedState | None = None,
+        memo: dict[Any, Any] | None = None,
     ) -> None:
         self.slots = ()
         self.adapters = adapters
@@ -47,7 +50,7 @@ class PackedState(RowState):
         self.starts = None
         self.tokens = 0
         self.tensor = tensor
-        self.memo = {}
+        self.memo = {} if memo is None else memo
         self.kept = kept
         self._streams = []
         self._filled = {}

@@ -30,6 +30,36 @@ RANK_STEP = 16
 CACHE_BYTES = 256 << 20
 
 
+class Runs:
+    """The tokens of a packed batch as rows of several tokens: a factor is then gathered once for each of these rows,
+    and not for each token. How tokens are cut depends on their requests' lengths alone.
+
+    Args:
+        runs: (slot, tokens) of each run of tokens of one request that have one slot, in order.
+        longest: tokens of a row at most.
+    """
+
+    KEY = "runs"  # where a cache holds one
+
+    def __init__(self, runs: Sequence[tuple[int, int]], longest: int = 16) -> None:
+        length = min(longest, max(count for _, count in runs))
+        slots: list[int] = []
+        index: list[int] = []
+        back: list[int] = []
+        at = 0
+        for slot, count in runs:
+            for first in range(0, count, length):
+                tokens = list(range(at + first, at + min(count, first + length)))
+                back += range(len(index), len(index) + len(tokens))
+                index += tokens + [0] * (length - len(tokens))  # what is computed there, nobody takes
+                slots.append(slot)
+            at += count
+        self.rows, self.length = len(slots), length
+        self.slots = torch.tensor(slots, dtype=torch.int32)
+        self.index, self.back = torch.tensor(index), torch.tensor(back)
+        self.cache: dict[Any, Any] = {}
+
+
 class _Factors(NamedTuple):
     """What one site contributes to one batch; tensors gathered at each call rather than kept are None."""
 
@@ -238,7 +268,8 @@ def lora_linear(
         site: number of the first slice; slice i is `site + i` and adds to the columns after `sum(widths[:i])`.
         slot_elems: elements from one slot to the next.
         zero_off: first element of a run of zeros in `data`, at least as long as any row of a factor.
-        cache: a dict that the caller owns and drops as soon as `row_slots` or a slot's contents change.
+        cache: a dict that the caller owns and drops as soon as `row_slots` or a slot's contents change; it may hold
+            `Runs` of the same tokens (without row_starts).
         row_starts: int32 `[>= rows]`; a row's tokens before its start (counted within the row) are the base's. None:
             all tokens of all rows are active.
 
@@ -249,6 +280,10 @@ def lora_linear(
     n, k = x.shape
     if n == 0 or rows == 0:
         return y
+    runs: Runs | None = cache.get(Runs.KEY) if cache is not None else None
+    if runs is not None:
+        common = (data, meta, floats, runs.slots, runs.rows, site, widths, slot_elems, zero_off, runs.cache)
+        return lora_linear(y[runs.index], x[runs.index], *common)[runs.back]
     dtype = compute_dtype(y)
     y3, x3 = y.view(rows, n // rows, -1), x.view(rows, n // rows, k)
     live = _live(row_starts, rows, n // rows)

@@ -14,7 +14,7 @@ from kernel_bed import DTYPES, POPULARITY, RANKS_WITH_VECTORS, Bed, draw_slots, 
 
 from hf_multilora.errors import ModelError
 from hf_multilora.kernels.ops import EmbeddingOp, LinearOp, Workspace
-from hf_multilora.kernels.reference import META, lora_embedding, lora_linear
+from hf_multilora.kernels.reference import META, Runs, lora_embedding, lora_linear
 from hf_multilora.memory import layout
 
 RANKS = [[1], [3], [8], [11], [16], [33], [64], [128], [0]]
@@ -356,3 +356,24 @@ def test_a_compiled_group_in_two_steps(backend: Any) -> None:
     if isinstance(backend, Checked):
         assert "lora_expand_" in backend.check()
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [5, 1, 40, 3], [16, 17, 1], [33]])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_packed_tokens_in_runs(dtype: torch.dtype, lengths: list[int]) -> None:
+    """Tokens one after another: the same as a row for each, and no row depends on its neighbours."""
+    bed = Bed(RANKS, 33, [29], dtype)
+    slots = [(3 * i) % 4 - 1 for i in range(len(lengths))]
+
+    def packed(slots: list[int]) -> tuple[torch.Tensor, list[int]]:
+        runs = list(zip(slots, lengths, strict=True))
+        by_token = [slot for slot, count in runs for _ in range(count)]
+        return run(bed, y, x, by_token, {Runs.KEY: Runs(runs)}), by_token
+
+    y, x = bed.inputs(sum(lengths), dtype)
+    out, by_token = packed(slots)
+    bed.check(out, y, x, by_token)
+    others = [slot if i == 0 else (slot + 3) % 9 - 1 for i, slot in enumerate(slots)]
+    assert same_bits(packed(others)[0][: lengths[0]], out[: lengths[0]])
+    again = {Runs.KEY: Runs(list(zip(slots, lengths, strict=True)))}
+    assert same_bits(run(bed, y, x, by_token, again), run(bed, y, x, by_token, again)), "what is kept is the same"

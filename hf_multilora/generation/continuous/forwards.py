@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from ...errors import ModelError
 from ...kernels.guard import guard
+from ...kernels.reference import Runs
 from ...packed import PackedState
 from ...rows import Saved, tabled
 from ..calls import Calls
@@ -53,6 +54,15 @@ def bucket(size: int, least: int, most: int) -> int:
     return min(most, max(least, -(-size // step) * step))
 
 
+def _runs(rows: Sequence[tuple[int, int, int]], tokens: int) -> list[tuple[int, int]]:
+    """(slot, tokens) of the runs of each request, from (slot, tokens before it is active, tokens); padding last."""
+    runs = []
+    for slot, before, count in rows:
+        runs += [run for run in ((-1, before), (slot, count - before)) if run[1]]
+    padding = tokens - sum(count for *_, count in rows)
+    return runs + ([(-1, padding)] if padding else [])
+
+
 class Batch:
     """The batch that was prepared last.
 
@@ -60,11 +70,15 @@ class Batch:
         lanes: how its slots were written.
         seats: of its requests.
         saved: what these replace.
+        memos: what kernels keep, of the tokens and of those with logits.
     """
 
-    def __init__(self, lanes: Lanes, seats: Sequence[Seat]) -> None:
+    def __init__(self, lanes: Lanes, seats: Sequence[Seat], content: Hashable, before: Batch | None) -> None:
         self.lanes = lanes
         self.seats = seats
+        self.content = content
+        same = before is not None and before.content == content
+        self.memos: tuple[dict[Any, Any], dict[Any, Any]] = before.memos if before is not None and same else ({}, {})
         self.saved: dict[str, list[Saved]] = {}
         for seat in seats:
             for path, items in seat.saved.items():
@@ -166,7 +180,10 @@ class Forwards:
         chosen = slots_of([], Lanes(kept, 0, None))
         chosen[: len(last)] = slots[last]
         lanes.write(slots, chosen, lines)
-        self._batch = Batch(lanes, list(seats.values()))
+        content = (slots.tobytes(), chosen.tobytes(), tuple((slot, seat.tag) for slot, seat in sorted(seats.items())))
+        self._batch = Batch(lanes, list(seats.values()), content, self._batch)
+        if self._adapters is None and seats and max(count for *_, count in rows) > 1:
+            self._batch.memos[0].setdefault(Runs.KEY, Runs(_runs(rows, lanes.tokens)))
 
     # -- the forward
 
@@ -238,8 +255,9 @@ class Forwards:
                 self._views.clear()
             views = self._views[key] = batch.lanes.views(lines)
         adapters = self.calls.store.arena.max_loras
-        kept = PackedState(views[1], batch.lanes.kept, touched, adapters, batch.saved) if whole else None
-        return PackedState(views[0], batch.lanes.tokens, touched, adapters, batch.saved, kept)
+        memo, last = batch.memos
+        kept = PackedState(views[1], batch.lanes.kept, touched, adapters, batch.saved, memo=last) if whole else None
+        return PackedState(views[0], batch.lanes.tokens, touched, adapters, batch.saved, kept, memo)
 
     def _some_flags(self) -> torch.Tensor:
         if self._flags is None:
