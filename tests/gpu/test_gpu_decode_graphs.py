@@ -1,0 +1,80 @@
+"""On a device, batches that decode are captured where nobody has said anything; what cannot be captured runs on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from continuous.cb_bed import assert_answer, batching, enabled, prompt
+from continuous.cb_run import Results, running
+from transformers import ContinuousBatchingConfig
+
+from hf_multilora.generation.continuous.forwards import Graphs
+
+pytestmark = pytest.mark.gpu
+
+IDS: list[Any] = ["a", None, "b", "c", "a", None, "b"]
+SOURCES: list[Any] = [0, None, 1, 2, 0, None, 1]
+
+
+@pytest.fixture(autouse=True)
+def _whole_fp32():
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+def config() -> ContinuousBatchingConfig:
+    """As somebody writes it who has not heard of graphs."""
+    made = batching(max_batch_tokens=48)
+    made.use_cuda_graph = made.use_async_batching = None
+    return made
+
+
+def serve(manager: Any) -> None:
+    inputs = [prompt(4 + 3 * i, seed=i) for i in range(len(IDS))]
+    asked = [manager.add_request(p, adapter_id=i, max_new_tokens=9) for p, i in zip(inputs, IDS, strict=True)]
+    for output, source in zip(Results(manager).wait(*asked), SOURCES, strict=True):
+        assert_answer(output, source, 9, SOURCES)
+
+
+def captured(manager: Any) -> int:
+    return sum(len(graphs._storage) for graphs in manager._forwards._graphs.values())
+
+
+def test_batches_that_decode_are_captured() -> None:
+    model = enabled({"a": 0, "b": 1, "c": 2}, device="cuda")
+    with running(model, config()) as manager:
+        assert manager._forwards.graphs == "decode"
+        serve(manager)
+        first = captured(manager)
+        assert first > 0
+        serve(manager)
+        serve(manager)
+        assert captured(manager) <= first + 3, "the same sizes come again"
+    assert captured(manager) == 0, "graphs go with the processor"
+
+
+def test_a_capture_that_fails_is_given_up() -> None:
+    model = enabled({"a": 0, "b": 1, "c": 2}, device="cuda")
+    layer = model.model.layers[1]
+    layer.register_forward_hook(lambda *_: torch.cuda.current_stream().synchronize())  # refused while capturing
+    with running(model, config()) as manager:
+        serve(manager)
+        assert manager._forwards.graphs == "off" and captured(manager) == 0
+        serve(manager)
+
+
+def test_the_oldest_graph_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_multilora.generation.continuous.forwards._GRAPHS", 2)
+    x = torch.zeros(4, device="cuda")
+    graphs = Graphs()
+    for key in range(3):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            x.add_(1)
+        graphs.set_graph((key,), graph)
+        assert graphs.get_graph((0,)) is not None, "used again each time"
+    assert graphs.get_graph((1,)) is None and graphs.get_graph((2,)) is not None
