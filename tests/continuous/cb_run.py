@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from continuous.cb_bed import batching, greedy, sequences
+from continuous.cb_bed import assert_answer, batching, greedy, prompt, sequences
 
 WAIT_S = 40.0
 
@@ -87,6 +87,14 @@ class Results(dict[str, Any]):
             assert time.monotonic() < end, f"after {timeout} s still without {left}: {self.manager.status()}"
             assert self.manager.is_running(), f"the manager ended without {left}"
             self.take()
+
+
+def assert_serves(manager: Any, versions: Mapping[str, int], results: Results | None = None) -> None:
+    """Every adapter and the base, as if nothing had happened; `results`: who else takes what the manager gives."""
+    results, names = Results(manager) if results is None else results, [*versions, None]
+    requests = [manager.add_request(prompt(8, seed=1), adapter_id=name) for name in names]
+    for output, name in zip(results.wait(*requests), names, strict=True):
+        assert_answer(output, None if name is None else versions[name], 8)
 
 
 def several(model: Any, inputs: list[list[int]], each: int, new: int, config: Any, adapter_ids: Any) -> list[Any]:

@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from continuous.cb_bed import (
-    answer,
     assert_answer,
     assert_told_apart,
     batch,
@@ -19,8 +17,7 @@ from continuous.cb_bed import (
     load,
     prompt,
 )
-from continuous.cb_run import Results, running
-from models import FAMILIES
+from continuous.cb_run import Results, assert_serves, running
 from transformers import CompileConfig
 from transformers.generation.continuous_batching.requests import RequestStatus
 
@@ -30,7 +27,6 @@ from hf_multilora import (
     ModelError,
     MultiLoraError,
     RoutingError,
-    disable_multilora,
 )
 
 pytestmark = pytest.mark.timeout(120)
@@ -48,14 +44,6 @@ def test_the_sources_here_are_told_apart() -> None:
     assert_told_apart(INPUTS, [None, 0, 1, 2, 5], 8)
 
 
-def assert_serves(manager: Any, results: Results | None = None) -> None:
-    """Every adapter and the base, as if nothing had happened."""
-    results, names = Results(manager) if results is None else results, [*VERSIONS, None]
-    requests = [manager.add_request(INPUTS[1], adapter_id=name) for name in names]
-    for output, name in zip(results.wait(*requests), names, strict=True):
-        assert_answer(output, None if name is None else VERSIONS[name], 8)
-
-
 def test_unknown_names_raise_at_once(model: Any) -> None:
     with pytest.raises(AdapterNotFoundError, match="sqk.*'sql'"):
         model.generate_batch(INPUTS[:2], continuous_batching_config=batching(), adapter_ids=["sql", "sqk"])
@@ -67,7 +55,7 @@ def test_unknown_names_raise_at_once(model: Any) -> None:
         ):
             with pytest.raises(AdapterNotFoundError, match="sqk.*'sql'"):
                 call()
-        assert_serves(manager)
+        assert_serves(manager, VERSIONS)
         assert sum(one.requests for one in manager.status().adapters.values()) == 4, "part of a refused list was added"
 
 
@@ -76,7 +64,7 @@ def test_folders_without_on_demand_raise_at_once() -> None:
     with running(model) as manager:
         with pytest.raises(AdapterNotFoundError, match="on_demand"):
             manager.add_request(INPUTS[0], adapter_id=str(folder(4)))
-        assert_serves(manager)
+        assert_serves(manager, VERSIONS)
 
 
 @pytest.mark.parametrize("ids", [["sql"], ["sql", None, "poet"], [], ["sql", 7], ["sql", ""], ["sql", {}], 7], ids=str)
@@ -86,7 +74,7 @@ def test_ids_that_do_not_fit(model: Any, ids: Any) -> None:
     with running(model) as manager:
         with pytest.raises(RoutingError):
             manager.add_requests(INPUTS[:2], adapter_ids=ids)
-        assert_serves(manager)
+        assert_serves(manager, VERSIONS)
 
 
 def test_both_spellings_at_once(model: Any) -> None:
@@ -132,7 +120,7 @@ def test_a_hub_id_that_nobody_has_fails_its_request_alone(model: Any) -> None:
     with running(model) as manager:
         results = Results(manager)
         bad = manager.add_request(INPUTS[0], adapter_id="nobody/has-this")
-        assert_serves(manager, results)
+        assert_serves(manager, VERSIONS, results)
         assert "nobody/has-this" in results.wait(bad)[0].error and results[bad].status == RequestStatus.FAILED
         assert manager.status().adapters["nobody/has-this"].failed == 1
 
@@ -176,7 +164,7 @@ def test_a_mix_with_too_many_ranks(model: Any) -> None:
         else:
             output = Results(manager).wait(request)[0]
             assert output.status == RequestStatus.FAILED and "rank" in output.error
-        assert_serves(manager)
+        assert_serves(manager, VERSIONS)
 
 
 @pytest.mark.parametrize(
@@ -202,32 +190,3 @@ def test_no_manager_inside_of_a_use_block(model: Any) -> None:
         with pytest.raises(RoutingError, match="use"):
             batch(model, INPUTS)
     assert_answer(batch(model, INPUTS[:1], adapter_ids="sql")[0], 0, 8)
-
-
-def test_disable_with_a_running_manager() -> None:
-    model, bare = enabled(VERSIONS), FAMILIES["llama"].build()
-    with running(model) as manager:
-        for _ in range(2):
-            with pytest.raises(ModelError, match="continuous|manager"):
-                disable_multilora(model)
-            assert_serves(manager)
-    disable_multilora(model)
-    assert type(model) is type(bare)
-    for name, weight in bare.state_dict().items():
-        assert torch.equal(model.state_dict()[name], weight), name
-    for output, tokens in zip(batch(model, INPUTS), INPUTS, strict=True):
-        assert output.generated_tokens == answer(tokens, None, 8), "the native continuous batching"
-
-
-def test_an_error_of_the_forward_holds_nothing(model: Any) -> None:
-    """What transformers cannot go on after: every request fails, no slot stays taken, the next manager works."""
-
-    def broken(*_: Any) -> None:
-        raise RuntimeError("out of something")
-
-    hook = model.register_forward_pre_hook(broken)
-    outputs = batch(model, INPUTS, adapter_ids="sql", warmup=False)
-    hook.remove()
-    assert all("out of something" in output.error for output in outputs) and len(outputs) == len(INPUTS)
-    assert all(adapter.in_use == 0 for adapter in model.multilora.status().adapters)
-    assert_answer(batch(model, INPUTS[:1], adapter_ids="poet")[0], 1, 8)
