@@ -50,10 +50,10 @@ def test_a_reload_while_its_requests_decode(slots: int) -> None:
             results.started(request, 2)
         load(model, "a", 5, reload=True)
         new = [manager.add_request(TOKENS[i:], adapter_id="a", max_new_tokens=8) for i in range(2)]
-        assert not any(request in results for request in old), "the answers were too short for this test"
-        other = manager.add_request(TOKENS, adapter_id="b")
-        for request in results.wait(*old):
-            assert_answer(request, 0, LONG, [5])
+        other, now = manager.add_request(TOKENS, adapter_id="b"), time.perf_counter()
+        for output in results.wait(*old):
+            assert output.lifespan[1] > now, "it ended too early for this test"
+            assert_answer(output, 0, LONG, [5])
         for output in results.wait(*new):
             assert_answer(output, 5, 8, [0])
         assert_answer(results.wait(other)[0], 1, 8)
@@ -70,8 +70,10 @@ def test_reloads_one_after_the_other() -> None:
             request = manager.add_request(TOKENS, adapter_id="a", max_new_tokens=LONG, streaming=True)
             results.started(request)
             requests.append((request, number))
-        for request, number in requests:
-            assert_answer(results.wait(request)[0], number, LONG, [0, 3, 4, 6])
+        outputs = results.wait(*(request for request, _ in requests))
+        assert min(output.lifespan[1] for output in outputs) > max(output.lifespan[0] for output in outputs)
+        for output, (_, number) in zip(outputs, requests, strict=True):
+            assert_answer(output, number, LONG, [0, 3, 4, 6])
 
 
 def test_an_unload_waits_for_running_requests() -> None:
@@ -80,7 +82,7 @@ def test_an_unload_waits_for_running_requests() -> None:
         results = Results(manager)
         request = manager.add_request(TOKENS, adapter_id="a", max_new_tokens=LONG, streaming=True)
         results.started(request, 2)
-        ended: list[float] = []
+        ended, now = list[float](), time.perf_counter()
         thread = threading.Thread(
             target=lambda: (model.multilora.unload("a"), ended.append(time.perf_counter())), daemon=True
         )
@@ -90,6 +92,7 @@ def test_an_unload_waits_for_running_requests() -> None:
         assert_answer(output, 0, LONG)
         thread.join(WAIT_S)
         assert not thread.is_alive() and not is_registered(model, "a")
+        assert now < output.lifespan[1], "it ended too early for this test"
         assert ended[0] >= output.lifespan[1], "its slot was free while it was read"
         assert_answer(results.wait(other)[0], 1, 4)
 
@@ -123,9 +126,9 @@ def test_a_new_adapter_while_others_decode() -> None:
         results.started(runs, 2)
         model.load_adapter(folder(4), adapter_name="new")
         late = manager.add_request(TOKENS, adapter_id="new")
-        assert runs not in results
         assert_answer(results.wait(late)[0], 4, 8)
         assert_answer(results.wait(runs)[0], 0, LONG)
+        assert results[late].lifespan[0] < results[runs].lifespan[1], "it waited for what had nothing to do with it"
 
 
 @contextmanager

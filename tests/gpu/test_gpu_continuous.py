@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,9 +82,10 @@ def test_a_reload_while_its_requests_decode(way: dict[str, Any]) -> None:
         old = manager.add_request(INPUTS[3], adapter_id="a", max_new_tokens=48, streaming=True)
         results.started(old, 2)
         load(model, "a", 5, reload=True)
-        new = manager.add_request(INPUTS[3], adapter_id="a", max_new_tokens=24)
+        now, new = time.perf_counter(), manager.add_request(INPUTS[3], adapter_id="a", max_new_tokens=24)
         for output, source, tokens in zip(results.wait(old, new), (0, 5), (48, 24), strict=True):
             assert_answer(output, source, tokens, [0, 5])
+        assert results[old].lifespan[1] > now, "it ended too early for this test"
 
 
 @pytest.mark.skipif(not CUDA, reason="page-locked memory needs a CUDA device")
