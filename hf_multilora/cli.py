@@ -1,4 +1,4 @@
-"""The command line: `hf-multilora demo | inspect | check | bench`.
+"""The command line: `hf-multilora demo | inspect | check | bench | serve`.
 
 Exit codes: 0 all is well; 1 something is wrong with what was asked for (the message says what); 2 wrong usage.
 """
@@ -23,6 +23,7 @@ except ImportError as error:
 from ._version import __version__
 from .bench.app import app as bench_app
 from .errors import MultiLoraError
+from .server.cli import serve
 
 app = typer.Typer(
     add_completion=False,
@@ -32,6 +33,7 @@ app = typer.Typer(
     help="Many LoRA adapters, one generate() call: multi-LoRA for Hugging Face transformers models.",
 )
 app.add_typer(bench_app, name="bench")
+app.command()(serve)
 _notes = Console(stderr=True, highlight=False)  # progress and errors; stdout carries the result alone
 _out = Console(highlight=False)
 

@@ -1,0 +1,159 @@
+"""The app: endpoints, errors in OpenAI's shape, and the life of the engine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from .._version import __version__
+from . import adapters, openai
+from .answers import Answers
+from .clients import Keys
+from .engine import Engine
+from .gate import Gate
+from .metrics import Metrics
+from .problems import ApiError, unavailable
+from .protocol import ErrorAnswer, now
+from .resolve import Resolver
+from .settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
+    """An app that answers from this engine. Its start starts the engine, its shutdown stops it.
+
+    Raises:
+        ConfigError: settings that cannot be honoured.
+    """
+    settings = settings or Settings()
+    base = settings.served_name or str(engine.model.config._name_or_path).rstrip("/").rpartition("/")[2] or "base"
+    metrics = Metrics(engine, base, settings.max_metric_adapters)
+    answers = Answers(engine, settings, Resolver(engine, settings, base), metrics)
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        await engine.start()
+        try:
+            answers.max_len = min(engine.context, settings.max_model_len or engine.context)
+            if settings.load_at_start:
+                for message in await answers.resolver.load_folder():
+                    logger.error("Not served: %s", message)
+            yield
+        finally:
+            await engine.stop()
+
+    app = FastAPI(
+        title="hf_multilora",
+        version=__version__,
+        lifespan=life,
+        docs_url=None,  # their pages fetch scripts from elsewhere
+        redoc_url=None,
+        responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
+    )
+    app.state.answers = answers
+    app.include_router(openai.router(answers, now()))
+    app.include_router(adapters.router(answers))
+    _add_status(app, answers)
+    _add_errors(app, metrics)
+    app.add_middleware(Gate, keys=Keys(settings.api_keys), max_body_bytes=settings.max_body_bytes)
+    return app
+
+
+def _add_status(app: FastAPI, answers: Answers) -> None:
+    engine = answers.engine
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """Whether the process answers."""
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        """Whether requests are answered: 503 while the server stops, and after the generation thread has died."""
+        if (why := engine.why_not_ready()) is not None:
+            raise unavailable(why)
+        return {"status": "ready"}
+
+    @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Prometheus' text format."""
+        return Response(answers.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/status")
+    async def status() -> dict[str, Any]:
+        """Slots, adapters, both levels of cache, and the queue."""
+        found = engine.multilora.status().to_dict()
+        traffic = (found["batching"] or {"adapters": {}})["adapters"].values()
+        queue = {
+            "in_work": engine.in_work,
+            "running": sum(item["running"] for item in traffic),
+            "waiting": sum(item["waiting"] for item in traffic),
+            "max_queue": answers.settings.max_queue,
+        }
+        return {**found, "queue": queue, "base": answers.resolver.base, "max_model_len": answers.max_len}
+
+
+def _add_errors(app: FastAPI, metrics: Metrics) -> None:
+    def told(error: ApiError, headers: Any = None) -> JSONResponse:
+        metrics.refused(error.status)
+        return error.response(headers)
+
+    @app.exception_handler(ApiError)
+    async def of_api(request: Request, error: ApiError) -> JSONResponse:
+        return told(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def of_validation(request: Request, error: RequestValidationError) -> JSONResponse:
+        return told(_explained(error))
+
+    @app.exception_handler(HTTPException)
+    async def of_http(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = f"{request.method} {request.url.path}: {message}. See /openapi.json."
+        return told(ApiError(error.status_code, message), error.headers)
+
+    @app.exception_handler(Exception)
+    async def of_bug(request: Request, error: Exception) -> JSONResponse:
+        return told(ApiError(500, f"{type(error).__name__}: see the server's log.", "internal_error"))
+
+    plain = app.openapi
+
+    def described() -> dict[str, Any]:
+        """Without FastAPI's own 422, which is a 400 here."""
+        found = plain()
+        for path in found["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            found["components"]["schemas"].pop(name, None)
+        return found
+
+    app.openapi = described  # type: ignore[method-assign]
+
+
+def _explained(error: RequestValidationError) -> ApiError:
+    """The first of what is wrong with a request, and where."""
+    found = error.errors()
+    first = found[0]
+    loc = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is no valid JSON: {first.get('ctx', {}).get('error', '')}.", "invalid_json")
+    ctx = first.get("ctx", {})
+    if first["type"] in ("unknown", "unsupported"):
+        code = "unknown_field" if first["type"] == "unknown" else "unsupported_field"
+        return ApiError(400, first["msg"], code, str(ctx.get("field")))
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"{'.'.join(loc)}: no such field.", "unknown_field", ".".join(loc))
+    where = ".".join(loc) or "the body"
+    message = first["msg"].removeprefix("Value error, ")
+    more = f" ({len(found) - 1} more)" if len(found) > 1 else ""
+    return ApiError(400, f"{where}: {message}.{more}".replace("..", "."), "invalid_value", loc[0] if loc else None)

@@ -1,0 +1,179 @@
+"""`hf-multilora serve`: a folder of adapters, and an endpoint that any OpenAI client can call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .settings import Settings
+
+_DTYPES = ("auto", "float32", "float16", "bfloat16")
+KEY_ENV = "HF_MULTILORA_API_KEY"
+
+
+def serve(
+    model: Annotated[str, typer.Argument(help="Folder or hub id of the base model.", show_default=False)],
+    adapters: Annotated[Path | None, typer.Option(help="Folder whose sub-folders are adapters.")] = None,
+    max_loras: Annotated[int, typer.Option(min=1, help="Slots: adapters that one batch can mix.")] = 8,
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 64,
+    max_cpu_loras: Annotated[int | None, typer.Option(min=1, help="Adapters kept in host memory.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    served_model_name: Annotated[str | None, typer.Option(help="The base model's id in requests.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help=f"Key that requests must bear; several are possible. Or ${KEY_ENV}.")
+    ] = None,
+    lazy: Annotated[bool, typer.Option("--lazy", help="Load adapters at first use, not at the start.")] = False,
+    allow_on_demand: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Pattern of hub ids ('org/*') or absolute paths that requests may name; several are possible."
+        ),
+    ] = None,
+    resolver: Annotated[
+        list[str] | None, typer.Option(help="Entry point of the group hf_multilora.resolvers to ask for names.")
+    ] = None,
+    allow_runtime_updates: Annotated[
+        bool, typer.Option("--allow-runtime-updates", help="Let requests load, unload, reload and pin adapters.")
+    ] = False,
+    offline: Annotated[bool, typer.Option("--offline", help="Use what is on this machine; ask no hub.")] = False,
+    dtype: Annotated[str, typer.Option(help=f"Of the base model: {', '.join(_DTYPES)}.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="Where the model goes: cuda, cuda:1, cpu, auto.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt and its answer.")] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one batch.")] = None,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Requests of one batch.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="Blocks of the cache; by default from memory.")] = None,
+    block_tokens: Annotated[int | None, typer.Option(min=4, help="Tokens of one block.")] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Answers in work or waiting.")] = 1024,
+    max_adapters_per_client: Annotated[
+        int | None, typer.Option(min=1, help="Distinct adapters that one API key may name within a minute.")
+    ] = None,
+    max_adapter_bytes: Annotated[int, typer.Option(min=1, help="Of an adapter's weight files.")] = 4 << 30,
+    max_body_bytes: Annotated[int, typer.Option(min=1, help="Of a request.")] = 4 << 20,
+    request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for an answer.")] = 600.0,
+    shutdown_timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds for running requests at the end.")
+    ] = 20.0,
+    log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line once the server is ready.")] = False,
+) -> None:
+    """Serve a base model and its adapters to OpenAI clients: `model` names the adapter.
+
+    Example: hf-multilora serve HuggingFaceTB/SmolLM2-135M-Instruct --adapters ./adapters --max-loras 8
+    """
+    try:
+        from .settings import Settings
+
+        for name in ("fastapi", "prometheus_client", "sse_starlette", "uvicorn"):
+            __import__(name)
+    except ImportError as error:
+        raise SystemExit(f"The server needs {error.name}: pip install 'hf-multilora[serve]'") from error
+    if dtype not in _DTYPES:
+        raise ConfigError(f"--dtype {dtype!r}: expected one of {', '.join(_DTYPES)}.")
+    keys = api_key or [key for key in (os.environ.get(KEY_ENV),) if key]
+    settings = Settings(
+        served_name=served_model_name,
+        adapters=adapters,
+        load_at_start=not lazy,
+        allow_on_demand=allow_on_demand or (),
+        resolvers=resolver or (),
+        allow_runtime_updates=allow_runtime_updates,
+        offline=offline,
+        api_keys=keys,
+        max_body_bytes=max_body_bytes,
+        max_model_len=max_model_len,
+        max_queue=max_queue,
+        max_adapters_per_client=max_adapters_per_client,
+        max_adapter_bytes=max_adapter_bytes,
+        request_timeout_s=request_timeout,
+        shutdown_timeout_s=shutdown_timeout,
+    )
+    listener = _listen(host, port)  # before minutes of loading
+    with listener:
+        slots = {"max_loras": max_loras, "max_lora_rank": max_lora_rank, "max_cpu_loras": max_cpu_loras}
+        batching = {"max_batch_tokens": max_batch_tokens, "max_requests_per_batch": max_requests}
+        batching |= {"num_blocks": num_blocks, "page_size": block_tokens}
+        engine = _engine(model, dtype, device, offline, slots, batching)
+        if not run(engine, settings, listener, log_level, as_json):
+            raise typer.Exit(1)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot listen on {host}:{port}: {error.strerror or error}. Choose another --port."
+        ) from error
+
+
+def _engine(model: str, dtype: str, device: str | None, offline: bool, slots: Any, batching: Any) -> Engine:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from ..api import enable_multilora
+    from .engine import Engine
+
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    common = {"local_files_only": offline}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, **common)
+        base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=where, **common)
+    except (OSError, ValueError, ImportError) as error:
+        raise ModelError(f"The base model {model!r} cannot be loaded: {str(error).strip()}") from error
+    return Engine(enable_multilora(base.eval(), on_demand=False, **slots), tokenizer, **batching)
+
+
+def run(engine: Engine, settings: Settings, listener: socket.socket, log_level: str, as_json: bool = False) -> bool:
+    """Serve until a signal; returns whether the server came up.
+
+    A signal stops new requests; running ones have `shutdown_timeout_s` to end, then they fail with 503.
+    """
+    import uvicorn
+
+    from .app import create_app
+
+    app = create_app(engine, settings)
+    host, port = listener.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                names = app.state.answers.resolver.names()
+                if as_json:
+                    print(
+                        json.dumps({"url": url, "base": app.state.answers.resolver.base, "adapters": names}),
+                        flush=True,
+                    )
+                else:
+                    typer.echo(
+                        f"Serving {app.state.answers.resolver.base} and {len(names)} adapters at {url}", err=True
+                    )
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            engine.draining = True
+            timer = asyncio.get_running_loop().call_later(
+                settings.shutdown_timeout_s, engine.fail_all, "The server is shutting down."
+            )
+            await super().shutdown(sockets)
+            timer.cancel()
+
+    config = uvicorn.Config(
+        app, log_level=log_level, timeout_graceful_shutdown=int(settings.shutdown_timeout_s) + 5, lifespan="on"
+    )
+    server = Server(config)
+    server.run(sockets=[listener])
+    return server.started
