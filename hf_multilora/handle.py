@@ -522,6 +522,8 @@ class MultiLora:
         self.calls.check_managers("disabled")
         if getattr(self._model, "_cached_continuous_batching_manager", None) in self.calls.managers:
             self._model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
+        for manager in self.calls.managers:
+            manager.batching.enabled = False
         busy = [adapter.name for adapter in self.status().adapters if adapter.in_use]
         if busy:
             raise ModelError(f"Calls in flight still use {', '.join(busy)}. Let them end before disabling.")

@@ -62,17 +62,21 @@ class PackedState(RowState):
         return self.kept if behind and self.kept is not None else self
 
     def for_shape(self, shape: torch.Size, flat: bool, tokens: int, where: str) -> RowState:
-        """This state, where `[1, tokens, ...]` or `[tokens, ...]` counts its tokens.
+        """This state, where a dimension counts its tokens.
 
         Raises:
-            RoutingError: another shape; or heads and tokens, both of one number, which cannot be told apart.
+            RoutingError: none does.
         """
-        packed = len(shape) > 1 and shape[0] == 1 and shape[1] == self.rows
-        if packed and not (len(shape) > 3 and shape[2] == self.rows > 1):
-            return self
-        if shape[0] == self.rows:
+        if self.places(shape):
             return self
         raise RoutingError(
             f"{where}: an input of shape {tuple(shape)} does not show which of the {self.rows} packed tokens it "
             "belongs to. Adapters on this layer are served by generate() only."
         )
+
+    def places(self, shape: torch.Size) -> list[int]:
+        """Dimensions that may count tokens: `[1, tokens, ...]`, `[tokens, ...]`, `[1, heads, tokens, width]`."""
+        if shape[0] != 1:
+            return [0] if shape[0] == self.rows else []
+        last = 2 if len(shape) == 4 else 1  # heads come first in some models
+        return [d for d in range(1, min(last + 1, len(shape))) if shape[d] == self.rows]

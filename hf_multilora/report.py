@@ -113,7 +113,7 @@ class AdapterTraffic:
 class BatchingStatus:
     """A snapshot of one manager of continuous batching."""
 
-    adapters: dict[str, AdapterTraffic]  # by name ("a*0.7+b*0.3" for a mix, "base")
+    adapters: dict[str, AdapterTraffic]  # by name ("a*0.7+b*0.3" for a mix, "__base__")
     steps: int = 0
     seats: int = 0  # slots that running requests hold
 

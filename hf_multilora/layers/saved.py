@@ -14,15 +14,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..errors import RoutingError
+from ..packed import PackedState
 from ..rows import RowState, Saved
 from .base import LoraLayer
 
 
-def rows_of(state: RowState, slot: int, y: torch.Tensor) -> torch.Tensor:
-    """bool mask of the rows of a slot, shaped to broadcast over `y` `[rows, ...]` or `[rows * k, ...]`."""
+def rows_of(state: RowState, slot: int, y: torch.Tensor, place: int = 1) -> torch.Tensor:
+    """bool mask of the rows of a slot, shaped to broadcast over `y` `[rows, ...]` or `[rows * k, ...]`.
+
+    Args:
+        place: the dimension of a packed `y` `[1, ...]` that counts its tokens.
+    """
     mask = state.tensor.view(-1)[: state.rows] == slot  # it may be longer: tables for kernels follow
     if state.packed and y.shape[0] == 1:
-        return mask.view(1, -1, *[1] * (y.dim() - 2))
+        return mask.view(*[1] * place, -1, *[1] * (y.dim() - 1 - place))
     if y.shape[0] != state.rows:
         mask = mask.repeat_interleave(y.shape[0] // state.rows)
     return mask.view(-1, *[1] * (y.dim() - 1))
@@ -33,11 +38,11 @@ def widened(tensor: torch.Tensor, width: int) -> torch.Tensor:
     return F.pad(tensor, (0, width - tensor.shape[-1]), value=float("-inf")) if tensor.shape[-1] < width else tensor
 
 
-def select(state: RowState, slot: int, own: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def select(state: RowState, slot: int, own: torch.Tensor, y: torch.Tensor, place: int = 1) -> torch.Tensor:
     """`own` for the rows of a slot, `y` for the others; the narrower of the two is widened."""
     width = max(own.shape[-1], y.shape[-1])
     own, y = widened(own, width), widened(y, width)
-    return torch.where(rows_of(state, slot, y), own.to(y.dtype), y)
+    return torch.where(rows_of(state, slot, y, place), own.to(y.dtype), y)
 
 
 def run_with(module: nn.Module, saved: Saved, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -52,6 +57,7 @@ class SavedLayer(LoraLayer):
     """
 
     kind = "saved"
+    _place = 0  # the dimension that counts packed tokens, once it is known
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         y = self.base_layer.forward(*args, **kwargs)
@@ -69,11 +75,30 @@ class SavedLayer(LoraLayer):
         return self._own(y, args, kwargs, state) if isinstance(state, RowState) else y
 
     def _own(self, y: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: RowState) -> Any:
+        if isinstance(state, PackedState) and not self._place:
+            self._learn(y, state)
         if self._path not in state.saved:
             return y
         if not isinstance(y, torch.Tensor):
             raise RoutingError(f"{self._path} is saved whole by an adapter, but returns a {type(y).__name__}.")
         state = self._fitted(state, y.shape, y.dim() == 2)
+        place = 1
+        if isinstance(state, PackedState) and y.dim() > 3 and y.shape[0] == 1:
+            places = state.places(y.shape)
+            if len(places) > 1 and self._place not in places:
+                raise RoutingError(
+                    f"{self._path}: heads and packed tokens are both {state.rows}, so that {tuple(y.shape)} does not "
+                    "show which is which. Try again in another batch."
+                )
+            place = self._place if self._place in places else places[0]
         for saved in state.saved[self._path]:
-            y = select(state, saved.slot, run_with(self.base_layer, saved, args, kwargs), y)
+            y = select(state, saved.slot, run_with(self.base_layer, saved, args, kwargs), y, place)
         return y
+
+    def _learn(self, y: Any, state: PackedState) -> None:
+        """Norms of single heads see tokens before or behind the heads. Where their numbers are the same, what other
+        batches have shown decides."""
+        if isinstance(y, torch.Tensor) and y.dim() > 3 and y.shape[0] == 1 and state.rows > 1:
+            places = state.places(y.shape)
+            if len(places) == 1:
+                self.__dict__["_place"] = places[0]

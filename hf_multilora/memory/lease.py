@@ -8,6 +8,7 @@ where nobody could ever make room for it, it raises instead of waiting.
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
@@ -97,6 +98,11 @@ class Lease:
         if self._grant is not None:
             self._store._transfer.wait(self._ready, self._grant.streams, stream)
 
+    def adopt(self) -> None:
+        """The lease is this thread's from now on, whichever took it."""
+        if self._grant is not None:
+            self._grant.thread = threading.get_ident()
+
     def __enter__(self) -> Lease:
         return self
 
@@ -116,6 +122,7 @@ class Ticket:
 
     Attributes:
         nested: whether its thread holds a lease.
+        in_line: whether it waits for slots, and others wait behind it.
         can_end: whether its wait can end if the given threads never let go of their slots.
     """
 
@@ -123,6 +130,8 @@ class Ticket:
     nested: bool = False
     in_line: bool = True
     thread: int = field(default_factory=threading.get_ident)
+    name: str = field(default_factory=lambda: threading.current_thread().name)
+    since: float = field(default_factory=time.monotonic)
 
 
 class Line:

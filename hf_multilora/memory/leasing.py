@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,13 @@ class LeasingStore(LoadingStore):
                 ready = tag in resident or all(entry.packed is not None for entry in entries)
                 found[key] = Standing(tag, tag in resident, ready)
         return found
+
+    def waited(self, but: tuple[str, ...] = ()) -> float:
+        """Seconds that the first call in line has waited for slots; threads whose names begin with one of `but` do not
+        count."""
+        with self._lock:
+            since = [t.since for t in self._line.tickets if t.in_line and not t.name.startswith(but)]
+        return time.monotonic() - min(since) if since else 0.0
 
     @staticmethod
     def _tag_of(key: Key, entries: list[Entry], parts: Mix) -> Hashable:

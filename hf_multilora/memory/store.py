@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,20 @@ class AdapterStore(LeasingStore):
             ahead = Ahead(self, [known[name] for name in dict.fromkeys(names) if name in known])
         ahead.begin()
         return ahead
+
+    @contextmanager
+    def parked(self, thread: int | None, by: int) -> Iterator[None]:
+        """A thread that holds slots goes on only when the thread `by` lets it: `by` need not wait for these slots."""
+        ticket = Ticket(lambda stuck: by not in stuck, in_line=False, thread=thread or 0)
+        with self._lock:
+            self._line.join(ticket)
+            self._cond.notify_all()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._line.leave(ticket)
+                self._cond.notify_all()
 
     def hold(self, names: Iterable[str]) -> Hold:
         """Read again what was dropped of these adapters, and keep it in host memory until the result is closed.

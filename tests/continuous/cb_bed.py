@@ -25,7 +25,7 @@ from hf_multilora import enable_multilora
 PAGE = 8  # tokens of one page of the cache
 LONGEST = 48  # tokens of the longest answer that is kept
 RANKS = (1, 2, 3, 5, 7, 8, 12, 16)
-BASE = "base"  # the base model's label in the manager's status
+BASE = "__base__"  # the base model's label in the manager's status
 
 Source = int | None | tuple[tuple[int, float], ...]  # a version, the base, or a mix of versions with weights
 Tensors = dict[str, torch.Tensor]

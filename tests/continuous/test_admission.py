@@ -33,6 +33,9 @@ class Seats:
         self.order.append(key)
         return seat
 
+    def wait_for(self, key):
+        self.awaited = key
+
     def leave(self, request):
         for seat in self.taken.values():
             seat.users.discard(request)
@@ -69,7 +72,7 @@ class Queue:
         keys = {s.logit_processor_kwargs[KEYWORD].key for s in self.waiting} - {None}
         standings = {key: Standing(key, key in self.resident, True) for key in keys}
         turn = Turn(self.room - len(self.running), 10_000)
-        self.admission.offer(self.waiting, standings, turn)
+        self.admission.offer(list(self.waiting), standings, turn)
         went = turn.offered[: max(0, self.room - len(self.running))]
         for state in went:
             carrier = state.logit_processor_kwargs[KEYWORD]
@@ -123,19 +126,20 @@ def test_a_request_is_passed_by_no_more_than_patience_before_a_seat_is_emptied_f
 
 
 def test_the_seat_with_the_least_left_to_do_is_emptied():
-    queue = Queue(slots=2, patience=1)
+    queue = Queue(slots=2, patience=4)
     queue.add("long", "a", steps=30)
-    queue.add("short", "b", steps=5)
+    queue.add("short", "b", steps=6)
     queue.step()
     queue.add("c", "c")
     for turn in range(20):
         queue.add(f"a{turn}", "a", steps=30)
-        queue.add(f"b{turn}", "b", steps=5)
-        began = queue.step()
-        if "c" in began:
+        queue.add(f"b{turn}", "b", steps=3)
+        if "c" in queue.step():
             break
-    assert "c" in queue.begun and "a5" in queue.begun, "a goes on all the time"
-    assert "b5" not in queue.begun
+    assert "c" in queue.begun and "a0" in queue.begun
+    closed = queue.seats.get("a")
+    assert closed is not None and "long" in closed.users, "who runs there goes on"
+    assert queue.seats.get("b") is None, "b had the least left to do, and made room"
 
 
 def test_a_seat_opens_again_when_the_one_that_waited_for_it_is_gone():

@@ -22,6 +22,7 @@ from .requests import Carrier, carrier_of
 from .seats import Seat, Seats
 
 FAIRNESS = ("arrival", "tokens")
+OTHERS: Key = ""  # stands for calls outside of the manager; no adapter is called so
 
 
 @dataclass
@@ -72,38 +73,56 @@ class Admission:
         carriers = {id(state): carrier_of(state) for state in waiting}
         served = self._served() if self._fairness == "tokens" else {}
         self._reopen(carriers.values())
-        full = False
+        full, blocked = False, []
         for state in sorted(waiting, key=lambda state: self._rank(carriers[id(state)], standings, served)):
             carrier = carriers[id(state)]
             if carrier is not None and carrier.key is not None and carrier.seat is None:
                 standing = standings[carrier.key]
                 assert standing is not None
                 seat = self._seats.get(standing.tag)
-                if seat is not None and seat.closing:
-                    continue
-                if seat is None:
-                    if full:
-                        self._empty_one(carrier)
-                        continue
-                    if turn.room <= 0 or turn.tokens <= 0:
-                        turn.next.append(carrier.key)
-                        continue
                 try:
-                    seat = seat or self._seats.take(carrier.key)
-                    if seat is not None:
-                        self._board(state, seat)
+                    if seat is None and not full:
+                        if turn.room <= 0 or turn.tokens <= 0:
+                            turn.next.append(carrier.key)
+                        elif (seat := self._seats.take(carrier.key)) is None:
+                            full = True
+                    if seat is None or seat.closing:
+                        blocked.append(carrier)
+                        continue
+                    self._board(state, seat)
                 except Exception as error:
                     turn.refused.append((state, error))
-                    continue
-                if seat is None:
-                    full = True
-                    self._empty_one(carrier)
                     continue
                 carrier.seat = seat
                 turn.seated.append((state, carrier))
             turn.room -= 1
             turn.tokens -= len(state.remaining_prefill_tokens)
             turn.offered.append(state)
+        self._bound(sorted(blocked, key=lambda carrier: carrier.arrived), turn)
+        self._seats.wait_for(blocked[0].key if blocked and full else None)
+
+    def _bound(self, blocked: Iterable[Carrier], turn: Turn) -> None:
+        """Empty a seat for those that more than `patience` later requests would have passed; who would go on that seat
+        beyond these does not go."""
+        fresh = {id(state) for state, _ in turn.seated}
+
+        def arrivals() -> list[int]:
+            carriers = map(carrier_of, (s for s in turn.offered if id(s) in fresh or _based(s)))
+            return sorted(carrier.arrived for carrier in carriers if carrier is not None)
+
+        going = arrivals()
+        for carrier in blocked:
+            assert carrier.key is not None
+            later = going[bisect_right(going, carrier.arrived) :]
+            allowed = max(0, self._patience - carrier.passed)
+            if len(later) <= allowed and carrier.passed < self._patience:
+                continue
+            seat = self._empty_for(carrier.key)
+            if seat is not None and len(later) > allowed:
+                last = later[allowed - 1] if allowed else carrier.arrived
+                stays = {id(s) for s, c in turn.seated if c.seat is seat and c.arrived > last}
+                turn.offered = [state for state in turn.offered if id(state) not in stays]
+                going = arrivals()
 
     def went(self, gone: Iterable[Carrier], waiting: Iterable[Any]) -> None:
         """Requests have gone: note by how many later ones each waiting one was passed."""
@@ -134,19 +153,39 @@ class Admission:
         assert standing is not None
         return (2 if self._seats.get(standing.tag) else 3 if standing.resident else 4, tokens, carrier.arrived)
 
-    def _empty_one(self, carrier: Carrier) -> None:
-        if carrier.passed < self._patience or carrier.key is None or carrier.key in self._emptied:
-            return
-        open_seats = [seat for seat in self._seats if not seat.closing]
-        if open_seats:
-            seat = min(open_seats, key=lambda seat: max(map(self._left, seat.users), default=0))
-            seat.closing = True
-            self._emptied[carrier.key] = seat
+    def make_room(self, wanted: bool) -> None:
+        """Calls outside of the manager (generate()) have waited for a slot for long, or do so no more."""
+        seat = self._emptied.get(OTHERS)
+        if seat is not None and (not wanted or seat not in list(self._seats)):
+            seat.closing = False
+            del self._emptied[OTHERS]
+        if wanted:
+            self._empty_for(OTHERS)
+
+    def _empty_for(self, key: Key) -> Seat | None:
+        """The seat that takes nobody new for the sake of `key`; None where all are being emptied for others."""
+        if key in self._emptied:
+            return self._emptied[key]
+        seats = [seat for seat in self._seats if not seat.closing]
+        if not seats:
+            return None
+        seat = min(seats, key=lambda seat: max(map(self._left, seat.users), default=0))
+        seat.closing = True
+        self._emptied[key] = seat
+        return seat
 
     def _reopen(self, carriers: Iterable[Carrier | None]) -> None:
         """Seats that were emptied for somebody who is gone (cancelled, or served by another slot)."""
         overdue = {c.key for c in carriers if c is not None and c.seat is None and c.passed >= self._patience}
+        seats = list(self._seats)
         for key, seat in list(self._emptied.items()):
-            if key not in overdue:
+            if key is OTHERS:
+                continue
+            if key not in overdue or seat not in seats:
                 seat.closing = False
                 del self._emptied[key]
+
+
+def _based(state: Any) -> bool:
+    carrier = carrier_of(state)
+    return carrier is not None and carrier.key is None

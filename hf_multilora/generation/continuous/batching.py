@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +29,9 @@ from .seats import Seat, Seats
 from .traffic import Traffic
 
 _AGAIN_S = 0.05  # seconds
-_READERS = 2  # threads that load adapters for waiting requests
+_OTHERS_S = 1.0  # seconds that calls outside of the manager wait for a slot before one is emptied for them
+# Threads for names that are not registered, for those dropped from host memory, and to stand in line for a slot.
+_THREADS = {"load": 4, "read": 2, "slot": 1}
 
 
 class Batching:
@@ -42,6 +46,7 @@ class Batching:
 
     Attributes:
         processor, scheduler: transformers' own objects, as long as there are any.
+        enabled: whether the model still is.
     """
 
     def __init__(
@@ -56,8 +61,9 @@ class Batching:
     ) -> None:
         self.calls, self.store = calls, calls.store
         self.traffic = Traffic()
-        self.seats = Seats(self.store, check)
+        self.seats = Seats(self.store, check, self._background)
         self.admission = Admission(self.seats, self._board, self.traffic.served, self._left, patience, fairness)
+        self.enabled = True
         self.processor: Any = None
         self.scheduler: Any = None
         self._ensure, self._loadable, self._wake = ensure, loadable, wake
@@ -65,8 +71,9 @@ class Batching:
         self._budget = 0
         self._dirty = False
         self._fruitless: float | None = None  # the last round offered nobody, and need not be repeated before
-        self._pool: ThreadPoolExecutor | None = None
-        self._pool_lock = threading.Lock()
+        self._pools: dict[str, ThreadPoolExecutor] = {}
+        self._pool_lock = threading.RLock()
+        self._loading: dict[str, Future[Any]] = {}
         self._reads: dict[Key, Future[Hold]] = {}  # of adapters that were dropped from host memory
 
     # -- requests
@@ -77,8 +84,7 @@ class Batching:
         Raises:
             AdapterNotFoundError: a name that is not registered, and is nothing that could be loaded.
         """
-        missing = self.check_key(key)
-        return Carrier(key, self._background(self._load, missing) if missing else None)
+        return Carrier(key, self._loads(self.check_key(key)))
 
     def check_key(self, key: Key | None) -> list[str]:
         """The names of a key that have to be loaded first. Raises: AdapterNotFoundError as `carry` does."""
@@ -87,15 +93,20 @@ class Batching:
             self._loadable(name)
         return missing
 
-    def _load(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._ensure(name)
-
-    def _background(self, work: Any, *args: Any) -> Future[Any]:
+    def _loads(self, names: Sequence[str]) -> list[Future[Any]]:
+        """What loads these names; requests that ask while one is being loaded share it."""
         with self._pool_lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(_READERS, thread_name_prefix="hf_multilora_batching")
-            future = self._pool.submit(work, *args)
+            for name in names:
+                running = self._loading.get(name)
+                if running is None or running.done():
+                    self._loading[name] = self._background("load", self._ensure, name)
+            return [self._loading[name] for name in names]
+
+    def _background(self, kind: str, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        with self._pool_lock:
+            if kind not in self._pools:
+                self._pools[kind] = ThreadPoolExecutor(_THREADS[kind], thread_name_prefix=f"hf_multilora_{kind}")
+            future = self._pools[kind].submit(work, *args)
         future.add_done_callback(self._woken)
         return future
 
@@ -125,6 +136,9 @@ class Batching:
         carrier.invoke(state.initial_tokens, seat.extras.invocation)
 
     def arrived(self, state: Any) -> None:
+        carrier = carrier_of(state)
+        if carrier is not None and carrier.seat is not None:  # a reset, or a child for which the cache had no room
+            carrier.seat.users.add(state.request_id)
         self.traffic.arrived(state)
         self.touched()
 
@@ -153,16 +167,22 @@ class Batching:
         self.seats.leave(alive)
 
     def clear(self) -> None:
-        """The generation loop is over, or begins anew: nobody holds anything."""
+        """Nobody holds anything any more."""
         for request_id in list(self.traffic.live):
             self.traffic.ended(request_id)
         self.seats.leave(())
         for future in self._reads.values():
             _close(future)
         self._reads.clear()
+        self.seats.forget()
+
+    def close(self) -> None:
+        """The generation loop is over: nobody waits for what is being read."""
+        self.clear()
         with self._pool_lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
+            pools, self._pools = self._pools, {}
+            self._loading.clear()
+        for pool in pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _left(self, request_id: str) -> int:
@@ -178,7 +198,8 @@ class Batching:
 
     def offer(self, waiting: Sequence[Any]) -> list[Any]:
         """The waiting requests that the scheduler may take, in order."""
-        if self._fruitless is not None and time.monotonic() < self._fruitless:
+        until = self._fruitless  # other threads reset it
+        if until is not None and time.monotonic() < until:
             return []
         active = self.scheduler.active_requests
         room = self.scheduler.max_requests_per_batch - len(active)
@@ -190,6 +211,7 @@ class Batching:
             if standing is None or standing.resident:  # nobody waits for it any more, or its slot has it
                 _close(self._reads.pop(key))
         ready = [state for state in waiting if self._ready(state, standings, turn)]
+        self.admission.make_room(self.store.waited(("hf_multilora_slot",)) > _OTHERS_S)
         self.admission.offer(ready, standings, turn)
         for state, error in turn.refused:
             self.fail(state, error)
@@ -202,13 +224,16 @@ class Batching:
         carrier = carrier_of(state)
         if carrier is None or carrier.key is None or carrier.seat is not None:
             return True
-        if carrier.loading is not None:
-            if not carrier.loading.done():
+        if carrier.loading:
+            if not all(load.done() for load in carrier.loading):
                 return False
-            error = carrier.loading.exception()
-            carrier.loading = None
-            if error is not None:
-                turn.refused.append((state, error))
+            done, carrier.loading = carrier.loading, []
+            if any(load.cancelled() for load in done):  # the loop has ended since, and begun anew
+                carrier.loading = self._loads(self.check_key(carrier.key))
+                return False
+            errors = [error for load in done if (error := load.exception()) is not None]
+            if errors:
+                turn.refused.append((state, errors[0]))
                 return False
         standing = standings[carrier.key]
         if standing is None:  # it may have been loaded since
@@ -231,7 +256,7 @@ class Batching:
         future = self._reads.get(key)
         if future is None:
             if len(self._reads) < self.store.config.max_loras:
-                self._reads[key] = self._background(self.store.hold, names_of(key))
+                self._reads[key] = self._background("read", self.store.hold, names_of(key))
         elif future.done():
             del self._reads[key]
             if (error := future.exception()) is not None:
@@ -259,19 +284,25 @@ class Batching:
         self.admission.went(carriers, self.scheduler.waiting_requests.values())
         for key, standing in self.store.look(dict.fromkeys(turn.next)).items():
             if isinstance(key, str) and standing is not None and standing.ready and not standing.resident:
-                self.store.prefetch([key])  # while the batch runs; one at a time
+                with suppress(AdapterNotFoundError):  # unloaded just now
+                    self.store.prefetch([key])  # while the batch runs; one at a time
                 break
 
     def fail(self, state: Any, error: BaseException) -> None:
-        """End one request with an error."""
-        scheduler = self.scheduler
-        scheduler.waiting_requests.pop(state.request_id, None)
-        if state.request_id in scheduler.waiting_requests_order:
-            scheduler.waiting_requests_order.remove(state.request_id)
+        """End one request with an error, and the children that it would have had."""
+        scheduler, name = self.scheduler, state.request_id
+        scheduler.waiting_requests.pop(name, None)
+        if name in scheduler.waiting_requests_order:
+            scheduler.waiting_requests_order.remove(name)
+        scheduler._requests_to_fork[:] = [other for other in scheduler._requests_to_fork if other is not state]
+        children, state.num_children = state.num_children, 0
         self.processor._handle_request_error(error, state)
+        for number in range(children):
+            output = replace(state.to_generation_output(), request_id=f"{name}__child#{number}")
+            self.processor.output_router.deliver(output)
         self.processor.offloading_manager.free_request_cpu_cache(state)
-        if state.request_id in scheduler.active_requests:
-            scheduler.finish_request(state.request_id)
+        if name in scheduler.active_requests:
+            scheduler.finish_request(name)
         self.touched()
 
     def seeded(self, state: Any, tokens: Sequence[int]) -> Sequence[int]:

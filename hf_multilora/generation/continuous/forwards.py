@@ -303,11 +303,15 @@ class Forwards:
             at += request.query_length
         return found
 
-    def check_config(self) -> None:
-        """Raises: ModelError for what cannot carry slots."""
-        for name in ("varlen_compile_config", "decode_compile_config"):
-            if getattr(self.config, name, None) is not None:
-                raise ModelError(
-                    f"Continuous batching with adapters runs eagerly or as CUDA graphs; {name} asks for a compiled "
-                    "forward. Leave compile configs and default_compile_level unset (use_cuda_graph=True is served)."
-                )
+
+def check_config(config: Any) -> None:
+    """Raises: ModelError for a ContinuousBatchingConfig that asks for forwards which cannot carry slots."""
+    asked = [
+        name for name in ("varlen_compile_config", "decode_compile_config") if getattr(config, name, None) is not None
+    ]
+    asked += ["default_compile_level"] if getattr(config, "default_compile_level", 0) else []
+    if asked:
+        raise ModelError(
+            f"Continuous batching with adapters runs eagerly or as CUDA graphs; {asked[0]} wants compiled ones. "
+            "Leave compile configs and default_compile_level unset (use_cuda_graph=True is served)."
+        )

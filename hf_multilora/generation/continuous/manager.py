@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ...errors import ConfigError, ModelError, RoutingError
@@ -11,7 +13,7 @@ from ...report import BatchingStatus
 from ..ids import Key, one_of, to_key, to_keys
 from .admission import FAIRNESS
 from .batching import Batching
-from .forwards import Forwards
+from .forwards import Forwards, check_config
 from .requests import KEYWORD, Prompt
 from .steering import steer_processor, steer_processors
 
@@ -36,8 +38,8 @@ class LoraBatching:
         """
         check_options(fairness, patience)
         config: Any = self.continuous_batching_config  # type: ignore[attr-defined]
+        check_config(config)  # transformers may have found something to compile in the model's own config
         forwards = Forwards(handle.calls, handle.served_sites, config)
-        forwards.check_config()
         if not graphs_asked and self.model.device.type == "cuda" and not any(config.cuda_graph_booleans):  # type: ignore[attr-defined]
             forwards.choose_graphs()
         if self.distributed_helper.tp_size > 1:  # type: ignore[attr-defined]
@@ -54,6 +56,21 @@ class LoraBatching:
         own: Any = type(self)
         self.__class__ = _class_of(own)
 
+    def start(self) -> None:
+        self._check_enabled()
+        super().start()  # type: ignore[misc]
+
+    def _check_enabled(self) -> None:
+        if not self.batching.enabled:
+            raise ModelError("The model was disabled since this manager was made. Make a new one.")
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """transformers' pause. Slots of running requests are not waited for inside of it: that raises SlotError."""
+        thread = getattr(self._generation_thread, "ident", None)  # type: ignore[attr-defined]
+        with super().pause(), self.batching.store.parked(thread, threading.get_ident()):  # type: ignore[misc]
+            yield
+
     def add_request(
         self, input_ids, request_id=None, *args, adapter_id=None, adapter_name=None, **kwargs: Any
     ) -> str | None:
@@ -69,6 +86,7 @@ class LoraBatching:
             AdapterNotFoundError: a name that is not registered, and nothing that could be loaded.
             RoutingError: no id.
         """
+        self._check_enabled()
         if isinstance(input_ids, Prompt):
             key: Key | None = input_ids.key
         else:
@@ -76,6 +94,8 @@ class LoraBatching:
             key = self.batching.calls.default if given is None else to_key(given, "adapter_id")
         if KEYWORD in kwargs:
             raise RoutingError(f"{KEYWORD!r} is no argument of add_request: pass adapter_id.")
+        if self.background_thread_status.can_accept_new_requests() is not None:  # type: ignore[attr-defined]
+            return super().add_request(list(input_ids), request_id, *args, **kwargs)  # type: ignore[misc]
         carrier = self.batching.carry(key)
         return super().add_request(list(input_ids), request_id, *args, **kwargs, **{KEYWORD: carrier})  # type: ignore[misc]
 
@@ -103,7 +123,7 @@ class LoraBatching:
         try:
             super()._run_generation_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self.batching.clear()
+            self.batching.close()
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         super().stop(*args, **kwargs)  # type: ignore[misc]
@@ -129,5 +149,7 @@ def with_keys(default: Key | None, inputs: Sequence[Sequence[int]], ids: Any) ->
     """Prompts with their keys. Raises: RoutingError where ids do not fit them."""
     if ids is None and inputs and all(isinstance(prompt, Prompt) for prompt in inputs):
         return list(inputs)  # type: ignore[arg-type]
+    if not inputs:
+        return []
     keys = [default] * len(inputs) if ids is None else to_keys(ids, len(inputs))[0]
     return [Prompt(prompt, key) for prompt, key in zip(inputs, keys, strict=True)]

@@ -11,6 +11,7 @@ from transformers import ContinuousBatchingConfig
 
 from ...errors import ModelError, RoutingError
 from ..ids import one_of
+from .forwards import check_config
 from .manager import PATIENCE, LoraBatching, check_options, with_keys
 
 # transformers' functions call each other without these.
@@ -52,9 +53,16 @@ class ContinuousBatchingMixin:
                 "The model keeps a manager of continuous batching from before it was enabled. Call "
                 "model.destroy_cached_continuous_batching_manager() first."
             )
+        config = _config_of(args, kwargs)
+        check_config(config)
         manager = super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
         if not isinstance(manager, LoraBatching):
-            LoraBatching.adopt(manager, self.multilora, *options, graphs_asked=_graphs_asked(args, kwargs))
+            try:
+                LoraBatching.adopt(manager, self.multilora, *options, graphs_asked=_graphs_asked(config))
+            except BaseException:
+                if manager._original_attn_impl is not None:  # the manager that would give it back is not to be
+                    self.set_attn_implementation(manager._original_attn_impl)  # type: ignore[attr-defined]
+                raise
             calls.managers.add(manager)
         return manager
 
@@ -100,15 +108,19 @@ class ContinuousBatchingMixin:
             return super().generate_batch(prompts, *args, **kwargs)  # type: ignore[misc]
 
 
-def _graphs_asked(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of init_continuous_batching say if there are to be CUDA graphs."""
+def _config_of(args: Sequence[Any], kwargs: dict[str, Any]) -> ContinuousBatchingConfig | None:
+    """The configuration among the arguments of init_continuous_batching, if there is one."""
     given = [*args, *kwargs.values()]
     given += [getattr(value, "continuous_batching_config", None) for value in given]
-    for config in given:
-        if isinstance(config, ContinuousBatchingConfig):
-            sizes = (config.q_padding_interval_size, config.kv_padding_interval_size)
-            return config.use_cuda_graph is not None or any(sizes) or bool(config.use_async_batching)
-    return False
+    return next((value for value in given if isinstance(value, ContinuousBatchingConfig)), None)
+
+
+def _graphs_asked(config: ContinuousBatchingConfig | None) -> bool:
+    """Whether somebody has said if there are to be CUDA graphs."""
+    if config is None:
+        return False
+    sizes = (config.q_padding_interval_size, config.kv_padding_interval_size)
+    return config.use_cuda_graph is not None or any(sizes) or bool(config.use_async_batching)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ class Carrier:
 
     Args:
         key: what `adapter_id` names; None: the base.
-        loading: where the adapter was not registered: done when it is.
+        loading: what loads adapters that were not registered.
 
     Attributes:
         seat: the slot that the request and its forks hold from their first step to their last.
@@ -31,9 +31,9 @@ class Carrier:
         passed: later requests that went first while this one waited for a slot.
     """
 
-    def __init__(self, key: Key | None, loading: Future[Any] | None = None) -> None:
+    def __init__(self, key: Key | None, loading: Sequence[Future[Any]] = ()) -> None:
         self.key = key
-        self.loading = loading
+        self.loading = list(loading)
         self.seat: Seat | None = None
         self.start: int | None = 0
         self.arrived = next(_arrivals)

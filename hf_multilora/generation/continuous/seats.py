@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,12 +50,20 @@ class Seats:
     Args:
         store: of the model.
         check: raises where the layers that an adapter needs are not in the model any more.
+        background: runs a function in a thread of its own.
     """
 
-    def __init__(self, store: AdapterStore, check: Callable[[Collection[int], Iterable[str]], None]) -> None:
+    def __init__(
+        self,
+        store: AdapterStore,
+        check: Callable[[Collection[int], Iterable[str]], None],
+        background: Callable[..., Future[Lease]],
+    ) -> None:
         self._store = store
         self._check = check
+        self._background = background
         self._seats: dict[Hashable, Seat] = {}
+        self._awaited: tuple[Key, Future[Lease]] | None = None
 
     def __iter__(self) -> Iterator[Seat]:
         return iter(list(self._seats.values()))
@@ -69,10 +78,12 @@ class Seats:
             AdapterNotFoundError, UnsupportedAdapterError, ModelError, SlotError (all slots pinned, a mix that fits
                 none): what makes the key impossible to serve.
         """
-        try:
-            lease = self._store.acquire([key], block=False)
-        except NoRoomError:
-            return None
+        lease = self._came(key)
+        if lease is None:
+            try:
+                lease = self._store.acquire([key], block=False)
+            except NoRoomError:
+                return None
         try:
             saved = saved_by(lease, self._store.arena)
             self._check(lease.touched, saved)
@@ -82,6 +93,40 @@ class Seats:
         tag = lease.tags[key]
         seat = self._seats[tag] = Seat(key, tag, lease, identity_of(tag), saved)
         return seat
+
+    def wait_for(self, key: Key | None) -> None:
+        """Stand in line for a slot, as long as calls outside of the manager hold some: those that come later wait.
+
+        Asking anew in each round would never be first in a line of threads that wait.
+        """
+        if self._awaited is not None and self._awaited[0] != key:
+            self.forget()
+        if key is not None and self._awaited is None and len(self._seats) < self._store.config.max_loras:
+            self._awaited = key, self._background("slot", self._store.acquire, [key])
+
+    def _came(self, key: Key) -> Lease | None:
+        """The lease that was waited for, if it has come and is of the weights of now."""
+        if self._awaited is None or self._awaited[0] != key or not self._awaited[1].done():
+            return None
+        future, self._awaited = self._awaited[1], None
+        lease = future.result()
+        lease.adopt()
+        standing = self._store.look([key])[key]
+        if standing is not None and standing.tag == lease.tags[key]:
+            return lease
+        self._store.release(lease)
+        return None
+
+    def forget(self) -> None:
+        """Stand in line no more."""
+        if self._awaited is not None:
+            future, self._awaited = self._awaited[1], None
+            future.cancel()
+            future.add_done_callback(self._give_back)
+
+    def _give_back(self, future: Future[Lease]) -> None:
+        if not future.cancelled() and future.exception() is None:
+            self._store.release(future.result())
 
     def leave(self, alive: Collection[str]) -> None:
         """Take out the requests that are not among these, and give back the seats that nobody has."""

@@ -102,9 +102,9 @@ def _scheduler(own: Any) -> Any:
             self._batching.touched()
 
         def clear_cancelled_requests(self) -> Any:
-            states = super().clear_cancelled_requests()
-            self._batching.touched()
-            return states
+            if self._requests_to_cancel:
+                self._batching.touched()
+            return super().clear_cancelled_requests()
 
         def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
             self._batching.before(token_budget)

@@ -9,10 +9,8 @@ from typing import Any
 
 from ...memory.lease import label_of
 from ...report import AdapterTraffic
-from ..ids import Key
+from ..ids import BASE, Key
 from .requests import carrier_of
-
-BASE = "base"
 
 
 class Traffic:
