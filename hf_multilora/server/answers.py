@@ -206,6 +206,7 @@ class Answers:
                 400, f"The prompt has {len(text)} characters; there is room for {self.max_len} tokens.",
                 "context_length_exceeded", "prompt",
             )  # fmt: skip
+        text.encode()  # half a character raises here, and not as whatever the tokenizer makes of it
         return list(self.engine.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def _chat(self, request: ChatRequest) -> list[int]:

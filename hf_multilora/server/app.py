@@ -114,6 +114,10 @@ def _add_errors(app: FastAPI, metrics: Metrics) -> None:
     async def of_validation(request: Request, error: RequestValidationError) -> JSONResponse:
         return told(_explained(error))
 
+    @app.exception_handler(UnicodeEncodeError)
+    async def of_text(request: Request, error: UnicodeEncodeError) -> JSONResponse:
+        return told(ApiError(400, "The request's text holds half of a character (a lone surrogate).", "invalid_text"))
+
     @app.exception_handler(HTTPException)
     async def of_http(request: Request, error: HTTPException) -> JSONResponse:
         message = str(error.detail)

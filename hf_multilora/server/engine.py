@@ -115,10 +115,13 @@ class Engine:
         """Why no request can be answered; None while all is well."""
         if self._manager is None:
             return "the engine is not started."
-        fatal = self._manager.background_thread_status.fatal_error
-        if fatal is not None:
-            return f"the generation thread died: {type(fatal).__name__}."
-        return None if self._manager.is_running() else "the generation thread has ended."
+        state = self._manager.background_thread_status
+        if state.fatal_error is not None:
+            return f"the generation thread died: {type(state.fatal_error).__name__}."
+        if not self._manager.is_running():
+            return "the generation thread has ended."
+        # Requests are failed before the error is recorded.
+        return None if state.can_accept_new_requests() is None else "the generation thread is stopping."
 
     def why_not_ready(self) -> str | None:
         """As `why_dead`, or that the server is being stopped."""

@@ -16,7 +16,7 @@ from .problems import ApiError
 CONFIG = "adapter_config.json"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
 _MAX_CONFIG = 1 << 20  # bytes
-_WEIGHTS = re.compile(r"adapter_model([.-][\w.-]+)?\.(safetensors|bin|pt)")
+_WEIGHTS = re.compile(r".+\.safetensors|adapter_model\.(bin|pt)")  # an index may name shards as it likes
 
 
 @dataclass(frozen=True)

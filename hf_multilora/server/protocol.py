@@ -9,7 +9,7 @@ import time
 import uuid
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, model_validator
 
 from .refused import CHAT, COMMON, COMPLETION, check
 
@@ -25,7 +25,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    include_usage: bool = False
+    include_usage: StrictBool = False
     include_obfuscation: Literal[False] | None = None
 
 
@@ -39,8 +39,8 @@ class Generation(Strict):
     temperature: Annotated[float, Field(ge=0, le=2, strict=True)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1, strict=True)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=1 << 30, strict=True)] | None = None
-    ignore_eos: bool | None = None
-    stream: bool | None = None
+    ignore_eos: StrictBool | None = None
+    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
 
@@ -127,7 +127,7 @@ class AdapterName(Strict):
 
 class LoadAdapter(AdapterName):
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
-    load_inplace: bool = Field(False, description="Replace an adapter of this name; requests in work end on the old.")
+    load_inplace: StrictBool = Field(False, description="Replace an adapter of this name.")
 
 
 class ReloadAdapter(AdapterName):
@@ -135,7 +135,7 @@ class ReloadAdapter(AdapterName):
 
 
 class PinAdapter(AdapterName):
-    pinned: bool = True
+    pinned: StrictBool = True
 
 
 class AdapterAnswer(BaseModel):

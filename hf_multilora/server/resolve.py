@@ -9,26 +9,29 @@ from __future__ import annotations
 import asyncio
 import fnmatch
 import os
+import time
 import unicodedata
 from collections import OrderedDict
+from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, MultiLoraError, closest
+from ..errors import AdapterExistsError, ConfigError, MultiLoraError, closest
 from .engine import Engine
 from .limits import CONFIG, HUB_ID, Limits
 from .problems import ApiError, of_adapter
 from .settings import Settings
 
 GROUP = "hf_multilora.resolvers"
+_LISTED_S = 1.0
 
 
 def check_name(name: str, param: str = "model") -> None:
     """Raises: ApiError for a name that can be none: empty, too long, or with characters that are not for reading."""
     if not name.strip() or len(name.encode("utf-8", "replace")) > 512:
         raise ApiError(400, f"{param}: expected a name of 1 to 512 bytes.", "invalid_name", param)
-    bad = next((c for c in name if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")), None)
+    bad = next((c for c in name if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp")), None)
     if bad is not None:
         raise ApiError(400, f"{param} holds the character U+{ord(bad):04X}, which no name may.", "invalid_name", param)
 
@@ -49,6 +52,8 @@ class Resolver:
         self._plugins = [(name, _plugin(name)) for name in settings.resolvers]
         self._limits = Limits(settings.max_adapter_bytes, engine.multilora.config.max_lora_rank, settings.offline)
         self._loading: dict[str, asyncio.Task[Any]] = {}
+        self._listed: tuple[float, list[str]] = (0.0, [])
+        self._unloading: set[asyncio.Task[Any]] = set()
         self._asked: OrderedDict[str, None] = OrderedDict()  # loaded because somebody asked, longest ago first
 
     # -- names
@@ -58,10 +63,16 @@ class Resolver:
         return sorted({*self.engine.multilora.adapters, *self.folder_names()} - {self.base})
 
     def folder_names(self) -> list[str]:
-        """Sub-folders of the adapters' folder that hold an adapter."""
+        """Sub-folders of the adapters' folder that hold an adapter, as they were a second ago at most."""
+        now = time.monotonic()
+        if now > self._listed[0]:
+            self._listed = (now + _LISTED_S, self._list())
+        return self._listed[1]
+
+    def _list(self) -> list[str]:
+        found: list[str] = []
         if self.root is None:
-            return []
-        found = []
+            return found
         for entry in os.scandir(self.root):
             try:
                 check_name(entry.name)
@@ -83,7 +94,8 @@ class Resolver:
         if name in self._asked:
             self._asked.move_to_end(name)
         if not self.engine.registered(name):
-            await self._patiently(name, self._load_asked)
+            await self._patiently(name)
+            self._keep(name)
         return name
 
     async def load(self, name: str, path: str | None, replace: bool) -> Any:
@@ -105,6 +117,9 @@ class Resolver:
         def work() -> Any:
             handle = self.engine.multilora
             if path is None:
+                source = handle.adapters[name].source
+                if Path(source).is_dir():
+                    self._limits.check(source)
                 return handle.reload(name)
             return handle.load(self._limits.check(self._allowed(path)), name, reload=replace, **self._options())
 
@@ -118,33 +133,44 @@ class Resolver:
         failed = []
         for name in self.folder_names():
             try:
-                await self.ensure(name)
+                await self._patiently(name)
             except ApiError as error:
                 failed.append(f"{name}: {error.message}")
         return failed
 
     # -- loading
 
-    async def _patiently(self, name: str, work: Any) -> None:
+    async def _patiently(self, name: str) -> None:
         task = self._loading.get(name)
         if task is None:
-            task = self._loading[name] = asyncio.create_task(work(name))
+            task = self._loading[name] = asyncio.create_task(asyncio.to_thread(self._load, name))
             task.add_done_callback(lambda done: (self._loading.pop(name, None), done.cancelled() or done.exception()))
         try:
             # A client that goes away does not take the load with it: others may wait for the same.
             await asyncio.wait_for(asyncio.shield(task), self.settings.load_timeout_s)
+        except AdapterExistsError:
+            pass  # loaded by somebody else meanwhile
         except (asyncio.TimeoutError, MultiLoraError, ApiError, OSError) as error:
             raise self._clean(error, "model") from error
 
-    async def _load_asked(self, name: str) -> None:
-        source = await asyncio.to_thread(self._find, name)
-        handle, options = self.engine.multilora, self._options()
-        await asyncio.to_thread(lambda: handle.load(self._limits.check(source), name, reload=True, **options))
+    def _load(self, name: str) -> None:
+        self.engine.multilora.load(self._limits.check(self._find(name)), name, **self._options())
+
+    def _keep(self, name: str) -> None:
+        """Count an adapter that was asked for; beyond the limit, the one asked for longest ago goes."""
         self._asked[name] = None
+        self._asked.move_to_end(name)
         while len(self._asked) > self.settings.max_on_demand:
             old, _ = self._asked.popitem(last=False)
             if self.engine.registered(old):
-                await asyncio.to_thread(handle.unload, old)
+                # It waits for requests that use it; nobody waits for that.
+                task = asyncio.create_task(asyncio.to_thread(self._unload, old))
+                self._unloading.add(task)
+                task.add_done_callback(self._unloading.discard)
+
+    def _unload(self, name: str) -> None:
+        with suppress(MultiLoraError):
+            self.engine.multilora.unload(name)
 
     def _options(self) -> dict[str, Any]:
         return {"local_files_only": self.settings.offline}
@@ -155,7 +181,7 @@ class Resolver:
         if found is not None:
             return str(found)
         if self._matches(name):
-            return self._allowed(name)
+            return self._allowed(name, "model")
         for plugin, resolve in self._plugins:
             try:
                 source = resolve(name)
@@ -184,29 +210,29 @@ class Resolver:
         return folder
 
     def _matches(self, name: str) -> bool:
-        is_path = name.startswith(("/", "~")) or "\\" in name or ".." in name.split("/")
-        patterns = self.settings.allow_on_demand
-        if is_path or not HUB_ID.fullmatch(name):
-            return Path(name).is_absolute() and any(
-                fnmatch.fnmatchcase(name, pattern) for pattern in patterns if pattern.startswith("/")
-            )
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns if not pattern.startswith("/"))
+        """Whether a pattern allows this hub id, or this absolute path, as it stands."""
+        is_path = name.startswith("/")
+        if not is_path and not HUB_ID.fullmatch(name):
+            return False
+        patterns = [pattern for pattern in self.settings.allow_on_demand if pattern.startswith("/") == is_path]
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
-    def _allowed(self, source: str) -> str:
+    def _allowed(self, source: str, param: str = "lora_path") -> str:
         """A hub id or path that is allowed, as it is to be loaded.
 
         Raises:
             ApiError: 403 not allowed; what is outside is not told apart from what does not exist.
         """
-        check_name(source, "lora_path")
+        check_name(source, param)
         refused = ApiError(
             403,
             f"{source!r} may not be loaded: it is neither in the server's folder of adapters (--adapters) nor matched "
             "by a pattern of --allow-on-demand.",
             "not_allowed",
-            "lora_path",
+            param,
         )
-        if HUB_ID.fullmatch(source) and ".." not in source and self._matches(source):
+        # A folder of that name below the working directory would be taken for the hub's.
+        if HUB_ID.fullmatch(source) and self._matches(source) and not Path(source).exists():
             return source
         if source.startswith("~"):
             raise refused
@@ -220,7 +246,7 @@ class Resolver:
         if not inside and not (Path(source).is_absolute() and self._matches(str(path))):
             raise refused
         if not path.is_dir():
-            raise ApiError(400, f"{source!r} is no folder.", "not_a_folder", "lora_path")
+            raise ApiError(400, f"{source!r} is no folder.", "not_a_folder", param)
         return str(path)
 
     def _clean(self, error: BaseException, param: str) -> ApiError:

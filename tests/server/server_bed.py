@@ -150,6 +150,10 @@ class Running:
         )
         self._thread = threading.Thread(target=self._run, args=(listener,), daemon=True)
         self._thread.start()
+        self._http = httpx.Client(base_url=self.root, timeout=WAIT_S)  # making one takes longer than most requests
+        self._openai = openai.OpenAI(
+            base_url=f"{self.root}/v1", api_key="none", max_retries=0, timeout=WAIT_S, http_client=self._http
+        )
         until(lambda: self.server.started or not self._thread.is_alive())
         assert self.server.started, "the server did not start"
 
@@ -161,18 +165,17 @@ class Running:
         asyncio.run(main())
 
     def client(self, **options: Any) -> openai.OpenAI:
-        common = {"base_url": f"{self.root}/v1", "api_key": "none", "max_retries": 0, "timeout": WAIT_S}
-        return openai.OpenAI(**{**common, **options})
+        return self._openai.with_options(**options) if options else self._openai
 
     def asynchronous(self, **options: Any) -> openai.AsyncOpenAI:
         common = {"base_url": f"{self.root}/v1", "api_key": "none", "max_retries": 0, "timeout": WAIT_S}
         return openai.AsyncOpenAI(**{**common, **options})
 
     def post(self, path: str, body: Any = None, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.root}{path}", json=body, timeout=WAIT_S, **options)
+        return self._http.post(path, json=body, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(f"{self.root}{path}", timeout=WAIT_S, **options)
+        return self._http.get(path, **options)
 
     def ask(self, model: str, prompt: str, new: int = 12, **options: Any) -> str:
         """A greedy completion's text."""
