@@ -127,11 +127,13 @@ def ask(rng: random.Random, manager: Any, names: list[str]) -> tuple[str, Asked]
     adapter: Any = None if not chosen else chosen[0] if len(chosen) == 1 else dict(zip(chosen, weights, strict=True))
     asked = Asked(chosen, weights, new, time.perf_counter())
     try:
-        return manager.add_request(tokens, adapter_id=adapter, max_new_tokens=new), asked
+        request = manager.add_request(tokens, adapter_id=adapter, max_new_tokens=new)
     except AdapterNotFoundError:
         if not any(manager.history.was_gone(name, asked.since, time.perf_counter()) for name in chosen):
             raise
         return None
+    assert request is not None, "the manager takes no requests any more"
+    return request, asked
 
 
 def near_tie(tokens: list[int], got: list[int], source: Source, at: int) -> bool:
@@ -149,6 +151,9 @@ def check(output: Any, asked: Asked, history: History, poison: str) -> str:
         gone = any(history.was_gone(name, asked.since, time.perf_counter()) for name in asked.names)
         assert gone and output.status == RequestStatus.FAILED, f"{asked} failed: {output.error}"
         return "unloaded"
+    torn = output.error is not None and any("/" in name for name in asked.names) and "adapter_" in output.error
+    if torn and any(history.was_gone(name, asked.since, time.perf_counter()) for name in asked.names):
+        return "read while it was written"  # a folder that was unloaded, and asked for before its new files were whole
     if poison in asked.names:
         assert output.error and "finite" in output.error, f"a poisoned adapter's request: {output}"
         return "poisoned"

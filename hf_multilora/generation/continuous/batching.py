@@ -305,6 +305,14 @@ class Batching:
             scheduler.finish_request(name)
         self.touched()
 
+    def lost(self, state: Any) -> bool:
+        """Whether a request of a batch that was on its way has failed, or was cancelled, meanwhile."""
+        status = state.status.name
+        cancelled = status in ("PREFILLING", "DECODING") and (
+            self.scheduler.active_requests.get(state.request_id) is not state
+        )
+        return status == "FAILED" or cancelled
+
     def seeded(self, state: Any, tokens: Sequence[int]) -> Sequence[int]:
         """Tokens of a request as the hashes of its cached blocks are to see them."""
         carrier = carrier_of(state)

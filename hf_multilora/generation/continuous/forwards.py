@@ -286,10 +286,14 @@ class Forwards:
         """Start to bring the flags of the forward that was just given to the device to the host."""
         pair = getattr(ios, "current_pair", 0)
         flags = self._fetched.get(pair)
-        if flags is not None and flags.is_cuda:
+        if flags is None:
+            return
+        if flags.is_cuda:
             with torch.cuda.stream(ios.compute_stream):
                 host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
                 self._fetched[pair] = host.copy_(flags, non_blocking=True)
+        elif hasattr(ios, "io_pairs"):
+            self._fetched[pair] = flags.clone()  # the next batch runs before this one's are looked at
 
     def poisoned(self, ios: Any, requests: Sequence[Any]) -> list[Any]:
         """Requests of the last batch of these buffers, which has ended, whose values are not finite."""

@@ -200,23 +200,23 @@ def _ios(own: Any) -> Any:
             super().retrieve_device_outputs()
 
         def prepare_batch_update(self) -> Any:
-            """What came out of a batch, without the requests that have failed: those whose values are not finite, and
-            those that failed so in the batch before."""
+            """What came out of a batch, without the requests that have failed (their values are not finite) or were
+            cancelled since the batch was made: their blocks are gone."""
             requests, tokens, logprobs = super().prepare_batch_update()
             for request in self._forwards.poisoned(self, requests):
                 state = request.state
                 if state.status.name not in ("FINISHED", "FAILED", "PENDING"):
                     self._batching.fail(state, UnsupportedAdapterError(_NOT_FINITE.format(_name(state))))
-            if not any(request.state.status.name == "FAILED" for request in requests):
+            lost = [self._batching.lost(request.state) for request in requests]
+            if not any(lost):
                 return requests, tokens, logprobs
             kept: tuple[list[Any], list[Any], list[Any]] = [], [], []
             at = 0
-            for request in requests:
-                good = request.state.status.name != "FAILED"
-                if good:
+            for request, gone in zip(requests, lost, strict=True):
+                if not gone:
                     kept[0].append(request)
                 if request.has_new_token:
-                    if good:
+                    if not gone:
                         kept[1].append(tokens[at])
                         kept[2].extend(logprobs[at : at + 1] if logprobs is not None else [])
                     at += 1
