@@ -1,4 +1,4 @@
-"""Asynchronous batching on a CPU: batches overlap as on a device (one is prepared before the last is looked at); streams
+"""Asynchronous batching on a CPU: batches overlap as on a device, one is prepared before another is seen. Streams
 and events stand in for CUDA's. What only a device can show is in tests/gpu."""
 
 from __future__ import annotations

@@ -97,8 +97,8 @@ class Forwards:
         guarding: the keys and values of the forward that runs are to be guarded.
         decoding: each request of the next batch brings one token.
         graphs: "given": as the configuration says. "decode": our own choice, where nobody has chosen and transformers
-            would run all eagerly: batches that decode are padded and captured, others run as they are. "off": that
-            was tried, and does not work for this model.
+            would run all eagerly, unpadded: batches are padded, since attention under a mask may make a plan for each
+            length (cuDNN), and those that decode are captured. "off": that was tried, and does not work here.
     """
 
     def __init__(self, calls: Calls, sites: Any, config: Any) -> None:
@@ -144,10 +144,10 @@ class Forwards:
 
     def pads(self, given: bool) -> bool:
         """Whether the next batch is padded; `given`: what the configuration says."""
-        return given if self.graphs == "given" else self.decoding and self.graphs == "decode"
+        return given if self.graphs == "given" else self.graphs == "decode"
 
     def sizes(self, tokens: int, cached: int, cache: Any) -> tuple[int, int]:
-        """Tokens and cached tokens of a batch that decodes, padded for graphs that are our choice."""
+        """Tokens and cached tokens of a batch, padded where that is our choice."""
         most = cache.max_tokens_read if hasattr(cache, "max_tokens_read") else cache.num_pages
         return (
             bucket(tokens, 1, int(self.config.max_batch_tokens)),
@@ -238,7 +238,9 @@ class Forwards:
         """Whether the forward is a graph, or becomes one."""
         assert self._batch is not None
         graph = runner.use_cuda_graph_decode if use_block_table else runner.use_cuda_graph_varlen
-        return bool(graph) and not self._batch.saved and (self.graphs == "given" or self.pads(False))
+        return (
+            bool(graph) and not self._batch.saved and (self.graphs == "given" or (self.decoding and self.pads(False)))
+        )
 
     def not_captured(self, error: Exception) -> None:
         """A graph that was our own choice could not be captured: go on without any."""

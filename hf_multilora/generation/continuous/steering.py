@@ -80,6 +80,8 @@ def _processor(own: Any) -> Any:
             self._batching.clear()
 
         def warmup(self, model: Any) -> None:
+            if self._forwards.graphs == "decode":  # its graphs are captured as their sizes come
+                return
             with self._forwards.rehearsal():
                 super().warmup(model)
             super().warmup(model)
