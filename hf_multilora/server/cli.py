@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -175,5 +176,15 @@ def run(engine: Engine, settings: Settings, listener: socket.socket, log_level: 
         app, log_level=log_level, timeout_graceful_shutdown=int(settings.shutdown_timeout_s) + 5, lifespan="on"
     )
     server = Server(config)
-    server.run(sockets=[listener])
+    # uvicorn raises a signal again after it has stopped for it, which is no failure here.
+    before = {number: signal.signal(number, _stopped) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     return server.started
+
+
+def _stopped(number: int, frame: Any) -> None:
+    """After a signal has been served."""

@@ -30,6 +30,7 @@ from .protocol import (
 
 T = TypeVar("T")
 _PING_S = 15
+_STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 
 
 class Events(EventSourceResponse):
@@ -64,12 +65,12 @@ def router(answers: Answers, created: int) -> APIRouter:
             raise answers.resolver.not_found(name)
         return _card(answers, name, created)
 
-    @routes.post("/chat/completions", response_model=ChatAnswer)
+    @routes.post("/chat/completions", response_model=ChatAnswer, responses=_STREAMED)
     async def chat(body: ChatRequest, request: Request) -> Any:
         """An answer to a conversation."""
         return await answer(body, request)
 
-    @routes.post("/completions", response_model=TextAnswer)
+    @routes.post("/completions", response_model=TextAnswer, responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Any:
         """A continuation of each prompt."""
         return await answer(body, request)

@@ -111,11 +111,15 @@ def alone(number: int | None) -> LlamaForCausalLM:
 
 
 @lru_cache(maxsize=4096)
-def tokens(prompt: tuple[int, ...], number: int | None, new: int) -> tuple[int, ...]:
-    """What generate() answers, greedily, end token included."""
+def _tokens(prompt: tuple[int, ...], number: int | None, new: int) -> tuple[int, ...]:
     ids = torch.tensor([prompt])
     out = alone(number).generate(ids, do_sample=False, max_new_tokens=new, attention_mask=torch.ones_like(ids))
     return tuple(out[0, len(prompt) :].tolist())
+
+
+def tokens(prompt: tuple[int, ...], number: int | None, new: int) -> tuple[int, ...]:
+    """What generate() answers, greedily, end token included."""
+    return _tokens(prompt, number, next(length for length in (24, 64, 256) if new <= length))[:new]
 
 
 def encode(text: str) -> list[int]:
