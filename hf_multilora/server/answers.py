@@ -34,7 +34,7 @@ class Choice:
     text: str = ""
     finish: Finish | None = None
 
-    async def pieces(self) -> AsyncIterator[str]:
+    async def pieces(self) -> AsyncGenerator[str, None]:
         """The text as it comes, until `finish` is known. Raises: ApiError where the request failed."""
         while self.finish is None:
             tokens = await self.ticket.news()
@@ -80,6 +80,25 @@ class Job:
         Raises:
             ApiError: one of them failed, or took too long.
         """
+        timer = asyncio.get_running_loop().call_at(self.deadline, self._expire)
+        try:
+            if len(self.choices) == 1:  # the usual case needs no task of its own
+                async with aclosing(self.choices[0].pieces()) as pieces:
+                    async for piece in pieces:
+                        yield 0, piece
+                yield 0, ""
+            else:
+                async with aclosing(self._merged()) as items:
+                    async for item in items:
+                        yield item
+            self.outcome = "ok"
+        except ApiError:
+            self.outcome = "timeout" if self.outcome == "timeout" else "failed"
+            raise
+        finally:
+            timer.cancel()
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, str], None]:
         queue: asyncio.Queue[tuple[int, str] | Exception] = asyncio.Queue(maxsize=1)
 
         async def follow(index: int, choice: Choice) -> None:
@@ -94,21 +113,19 @@ class Job:
         left = len(tasks)
         try:
             while left:
-                wait = self.deadline - asyncio.get_running_loop().time()
-                try:
-                    item = await asyncio.wait_for(queue.get(), max(wait, 0.001))
-                except (asyncio.TimeoutError, TimeoutError) as error:
-                    self.outcome = "timeout"
-                    raise ApiError(504, f"No answer within {self.timeout_s:g} s.", "timeout") from error
+                item = await queue.get()
                 if isinstance(item, Exception):
-                    self.outcome = "failed"
                     raise item
                 left -= not item[1]
                 yield item
-            self.outcome = "ok"
         finally:
             for task in tasks:
                 task.cancel()
+
+    def _expire(self) -> None:
+        self.outcome = "timeout"
+        for choice in self.choices:
+            choice.ticket.cancel(ApiError(504, f"No answer within {self.timeout_s:g} s.", "timeout"))
 
 
 class Answers:
@@ -127,10 +144,10 @@ class Answers:
             ApiError: 400 a request that cannot be served, 404 no such model, 429 and 503 beyond a limit.
         """
         began = asyncio.get_running_loop().time()
-        prompts = await asyncio.to_thread(self._prompts, request)
-        count = len(prompts) * request.choices
+        count = request.choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
         if count > self.settings.max_choices:
             raise ApiError(400, f"{count} answers in one request; at most {self.settings.max_choices}.", None, "n")
+        prompts = await asyncio.to_thread(self._prompts, request)
         longest = [self._longest(request, len(prompt)) for prompt in prompts]
         adapter = await self._adapter(request.model, client)
         if self.engine.in_work + count > self.settings.max_queue:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 _DTYPES = ("auto", "float32", "float16", "bfloat16")
+_LEVELS = ("critical", "error", "warning", "info", "debug")
 KEY_ENV = "HF_MULTILORA_API_KEY"
 
 
@@ -65,7 +67,7 @@ def serve(
     shutdown_timeout: Annotated[
         float, typer.Option(min=0.001, help="Seconds for running requests at the end.")
     ] = 20.0,
-    log_level: Annotated[str, typer.Option(help="critical, error, warning, info or debug.")] = "info",
+    log_level: Annotated[str, typer.Option(help=f"One of {', '.join(_LEVELS)}.")] = "info",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON line once the server is ready.")] = False,
 ) -> None:
     """Serve a base model and its adapters to OpenAI clients: `model` names the adapter.
@@ -81,6 +83,8 @@ def serve(
         raise SystemExit(f"The server needs {error.name}: pip install 'hf-multilora[serve]'") from error
     if dtype not in _DTYPES:
         raise ConfigError(f"--dtype {dtype!r}: expected one of {', '.join(_DTYPES)}.")
+    if log_level not in _LEVELS:
+        raise ConfigError(f"--log-level {log_level!r}: expected one of {', '.join(_LEVELS)}.")
     keys = api_key or [key for key in (os.environ.get(KEY_ENV),) if key]
     settings = Settings(
         served_name=served_model_name,
@@ -142,6 +146,7 @@ def run(engine: Engine, settings: Settings, listener: socket.socket, log_level: 
     A signal stops new requests; running ones have `shutdown_timeout_s` to end, then they fail with 503.
     """
     import uvicorn
+    from uvicorn.config import LOGGING_CONFIG
 
     from .app import create_app
 
@@ -172,9 +177,10 @@ def run(engine: Engine, settings: Settings, listener: socket.socket, log_level: 
             await super().shutdown(sockets)
             timer.cancel()
 
-    config = uvicorn.Config(
-        app, log_level=log_level, timeout_graceful_shutdown=int(settings.shutdown_timeout_s) + 5, lifespan="on"
-    )
+    logs: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
+    logs["handlers"]["access"]["stream"] = "ext://sys.stderr"  # stdout carries the result alone
+    grace = int(settings.shutdown_timeout_s) + 5
+    config = uvicorn.Config(app, log_level=log_level, log_config=logs, timeout_graceful_shutdown=grace, lifespan="on")
     server = Server(config)
     # uvicorn raises a signal again after it has stopped for it, which is no failure here.
     before = {number: signal.signal(number, _stopped) for number in (signal.SIGINT, signal.SIGTERM)}

@@ -83,7 +83,7 @@ class Engine:
         self._manager = await asyncio.to_thread(
             self.model.init_continuous_batching, defaults, continuous_batching_config=config, **self._manage
         )
-        if any(config.cuda_graph_booleans):
+        if self.model.device.type == "cuda":
             await asyncio.to_thread(self._manager.warmup)
         self._manager.start()
         began = time.monotonic()
@@ -191,13 +191,11 @@ class Engine:
     def _widest(self) -> int:
         return self.vocab_size + self.multilora.config.extra_vocab_size
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, ticket: Ticket, why: ApiError | None = None) -> None:
         """Have the manager drop a request that has not ended."""
-        if not ticket.ended:
-            self._drop(ticket, ApiError(499, "The request was cancelled.", "cancelled"))
-
-    def _drop(self, ticket: Ticket, error: ApiError) -> None:
-        self.close(ticket, error)
+        if ticket.ended:
+            return
+        self.close(ticket, why or ApiError(499, "The request was cancelled.", "cancelled"))
         if self._manager is not None:
             self._manager.cancel_request(ticket.request_id)
             self._late[ticket.request_id] = time.monotonic() + _LATE_S
@@ -221,7 +219,7 @@ class Engine:
     def fail_all(self, why: str) -> None:
         """Fail every request that has not ended with 503."""
         for ticket in list(self._live.values()):
-            self._drop(ticket, unavailable(why))
+            self.cancel(ticket, unavailable(why))
 
     async def _watching(self) -> None:
         """Sees that the generation thread dies, and lets go of results that nobody waits for any more."""

@@ -67,9 +67,9 @@ class Ticket:
             raise self.error
         return self.tokens
 
-    def cancel(self) -> None:
-        """Let go of a request that has not ended; nothing otherwise."""
-        self._engine.cancel(self)
+    def cancel(self, why: ApiError | None = None) -> None:
+        """Let go of a request that has not ended; nothing otherwise. Whoever waits for it gets the error."""
+        self._engine.cancel(self, why)
 
     def take(self, output: Any) -> None:
         """A result of the manager's, on the event loop."""

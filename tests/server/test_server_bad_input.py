@@ -18,7 +18,7 @@ PROMPT = {"model": "a", "prompt": "Hi", "max_tokens": 4}
 @pytest.fixture(autouse=True)
 def still_answers(server):
     yield
-    assert server.ask("a", "Who?") == answer("Who?", 1)
+    assert server.ask("a", "Who?", 3) == answer("Who?", 1, 3)
     assert set(server.engine.multilora.adapters) >= {"a", "b", "c"}
     until(server.idle)
 

@@ -97,6 +97,7 @@ def test_mistakes_are_told_before_anything_is_loaded(run, saved, tmp_path):
     for arguments, words in (
         ((str(saved), "--adapters", str(tmp_path / "nowhere")), ("ConfigError", "nowhere")),
         ((str(saved), "--dtype", "int3"), ("--dtype", "bfloat16")),
+        ((str(saved), "--log-level", "loud"), ("--log-level", "warning")),
         ((str(saved), "--resolver", "nobody"), ("ConfigError", "nobody")),
         ((str(tmp_path / "no-model"), "--port", "0", "--offline"), ("ModelError", "no-model")),
     ):
@@ -118,8 +119,9 @@ def test_demo_model_and_its_adapters(demo_model):
     from hf_multilora import enable_multilora
 
     text, new = "Best pizza in town, friendly staff too.", 6
+    slots = ["--max-loras", "4", "--max-lora-rank", "8"]
     small = ["--dtype", "float32", "--num-blocks", "64", "--block-tokens", "32", "--max-batch-tokens", "256"]
-    with process(str(demo_model), "--adapters", str(ADAPTERS), "--device", "cpu", *small) as (_, said):
+    with process(str(demo_model), "--adapters", str(ADAPTERS), "--device", "cpu", *small, *slots) as (_, said):
         assert set(said["adapters"]) == set(ADAPTER_NAMES)
         names = [said["base"], *ADAPTER_NAMES]
         message = {"messages": [{"role": "user", "content": text}], "max_tokens": new, "temperature": 0}

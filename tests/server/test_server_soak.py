@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from server_bed import BASE, WAIT_S, answer, chat_prompt, until, write
 
-CLIENTS, SECONDS, ADAPTERS, LONGEST = 30, 10.0, 6, 24
+CLIENTS, SECONDS, ADAPTERS, LONGEST = 30, 8.0, 6, 24
 PROMPTS = ["Who?", "Tell me", "Ä ö ü", "x" * 90]
 
 
