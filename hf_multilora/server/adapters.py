@@ -38,7 +38,7 @@ def router(answers: Answers) -> APIRouter:
 
     async def done(work: Any, name: str) -> None:
         try:
-            await asyncio.wait_for(asyncio.to_thread(work, name), answers.settings.request_timeout_s)
+            await asyncio.wait_for(resolver.slowly(work, name), answers.settings.request_timeout_s)
         except MultiLoraError as error:
             raise of_adapter(error, "lora_name") from error
         except (asyncio.TimeoutError, TimeoutError) as error:

@@ -147,7 +147,7 @@ class Answers:
         count = request.choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
         if count > self.settings.max_choices:
             raise ApiError(400, f"{count} answers in one request; at most {self.settings.max_choices}.", None, "n")
-        prompts = await asyncio.to_thread(self._prompts, request)
+        prompts = await self.engine.quickly(self._prompts, request)
         longest = [self._longest(request, len(prompt)) for prompt in prompts]
         adapter = await self._adapter(request.model, client)
         if self.engine.in_work + count > self.settings.max_queue:
@@ -176,8 +176,13 @@ class Answers:
     async def _adapter(self, name: str, client: str) -> str | None:
         if name == self.resolver.base:
             return None
-        self._shares.take(client, name)
-        return await self.resolver.ensure(name)
+        new = self._shares.take(client, name)
+        try:
+            return await self.resolver.ensure(name)
+        except ApiError:
+            if new:  # what does not exist is nobody's
+                self._shares.give_back(client, name)
+            raise
 
     def _sampling(self, request: Generation, most: int) -> Sampling:
         return Sampling(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -34,7 +35,8 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
         ConfigError: settings that cannot be honoured.
     """
     settings = settings or Settings()
-    base = settings.served_name or str(engine.model.config._name_or_path).rstrip("/").rpartition("/")[2] or "base"
+    path = Path(str(engine.model.config._name_or_path))
+    base = settings.served_name or (path.resolve() if path.is_dir() else path).name or "base"
     metrics = Metrics(engine, base, settings.max_metric_adapters)
     answers = Answers(engine, settings, Resolver(engine, settings, base), metrics)
 

@@ -37,10 +37,10 @@ class Shares:
         self._most, self._window = settings.max_adapters_per_client, settings.client_window_s
         self._named: dict[str, OrderedDict[str, float]] = {}
 
-    def take(self, client: str, adapter: str) -> None:
-        """Raises: ApiError 429 where this would be one adapter too many."""
+    def take(self, client: str, adapter: str) -> bool:
+        """Count an adapter; returns whether it is a new one. Raises: ApiError 429 where it would be one too many."""
         if self._most is None:
-            return
+            return False
         named, now = self._named.setdefault(client, OrderedDict()), time.monotonic()
         while named and now - next(iter(named.values())) > self._window:
             named.popitem(last=False)
@@ -55,8 +55,13 @@ class Shares:
                 "model",
                 retry_after=max(1, int(wait) + 1),
             )
+        new = adapter not in named
         named[adapter] = now
         named.move_to_end(adapter)
+        return new
+
+    def give_back(self, client: str, adapter: str) -> None:
+        self._named[client].pop(adapter, None)
 
 
 def _digest(key: bytes) -> bytes:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -17,6 +19,7 @@ from .tickets import Sampling, Ticket
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 _WATCH_S = 0.25  # between two looks at the generation thread
 _START_S = 300.0  # for the cache to be allocated
 _LATE_S = (
@@ -65,8 +68,9 @@ class Engine:
         self._live: dict[str, Ticket] = {}
         self._late: dict[str, float] = {}
         self._ids = itertools.count()
+        # Of its own: what is slow (loads, unloads that wait for their requests) must not keep requests from coming in.
+        self._quick = ThreadPoolExecutor(4, thread_name_prefix="hf_multilora_requests")
         self._watch: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- life
 
@@ -79,7 +83,7 @@ class Engine:
         config = ContinuousBatchingConfig(per_request_processors=True, **self._options)
         # A processor exists only where its default does something; each request brings its own values for all three.
         defaults = GenerationConfig(do_sample=True, temperature=0.5, top_k=1, top_p=0.5, eos_token_id=self.eos or -1)
-        self._loop = asyncio.get_running_loop()
+        self.draining = False
         self._manager = await asyncio.to_thread(
             self.model.init_continuous_batching, defaults, continuous_batching_config=config, **self._manage
         )
@@ -167,7 +171,7 @@ class Engine:
             self._manager.register_result_handler(ticket.request_id, ticket.take)
             # The manager's locks may be held by a load for a while; the event loop does not wait for them.
             added = await _whole(
-                asyncio.to_thread(
+                self.quickly(
                     self._manager.add_request,
                     list(prompt),
                     ticket.request_id,
@@ -187,6 +191,10 @@ class Engine:
             if not added:
                 self.cancel(ticket)
         return ticket
+
+    def quickly(self, work: Callable[..., T], *args: Any, **options: Any) -> asyncio.Future[T]:
+        """Run what takes a moment in a thread, so that the event loop does not wait."""
+        return asyncio.get_running_loop().run_in_executor(self._quick, functools.partial(work, *args, **options))
 
     def _widest(self) -> int:
         return self.vocab_size + self.multilora.config.extra_vocab_size

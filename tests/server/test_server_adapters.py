@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import threading
 
 import pytest
 from server_bed import BASE, WAIT_S, answer, assert_error, until, write
@@ -200,3 +201,36 @@ def test_sizes_are_seen_before_weights(serve, tmp_path):
     assert_error(server.post("/v1/completions", {"model": "lying", "prompt": "x"}), 400, "adapter_refused")
     assert server.ask("small", "Who?") == answer("Who?", 1)
     assert list(server.engine.multilora.adapters) == ["small"]
+
+
+def test_slow_loads_keep_nobody_waiting(serve, tmp_path, monkeypatch):
+    write(tmp_path / "good", 1)
+    server = serve(adapters=tmp_path, load_timeout_s=0.3)
+    go, load_ = threading.Event(), type(server.app.state.answers.resolver)._load
+    asked = []
+
+    def slowly(self, name):
+        asked.append(name)
+        go.wait(WAIT_S)
+        return load_(self, name)
+
+    monkeypatch.setattr(type(server.app.state.answers.resolver), "_load", slowly)
+    for number in range(20):
+        write(tmp_path / f"slow{number}", number)
+
+    async def everybody():
+        client = server.asynchronous()
+        body = {"prompt": "Who?", "max_tokens": 12, "temperature": 0}
+        slow = [client.completions.create(model=f"slow{number}", **body) for number in [*range(20), 0, 0]]
+        waiting = asyncio.gather(*slow, return_exceptions=True)
+        await asyncio.sleep(0.1)
+        quick = await asyncio.wait_for(client.completions.create(model="good", **body), WAIT_S)
+        return quick, await waiting
+
+    quick, late = asyncio.run(everybody())
+    assert quick.choices[0].text == answer("Who?", 1)
+    assert {error.status_code for error in late} == {504} and late[0].code == "load_timeout"
+    assert asked.count("slow0") == 1
+    go.set()
+    until(lambda: len(server.engine.multilora.adapters) == 21)  # they go on, and are there for whoever asks again
+    assert server.ask("slow3", "Who?") == answer("Who?", 3)
