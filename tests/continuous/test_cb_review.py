@@ -245,3 +245,18 @@ def test_a_reload_under_a_waiting_lease_takes_the_new_weights() -> None:
             assert_answer(results.wait(asked)[0], 2, 6)
     finally:
         store.release(lease)
+
+
+@pytest.mark.parametrize("large", ["prompt", "answer"])
+def test_a_request_that_the_whole_cache_cannot_hold_fails_alone(large: str) -> None:
+    model = enabled({"a": 0})
+    with running(model, batching(num_blocks=6, max_batch_tokens=24, safety_margin=0.0)) as manager:
+        results = Results(manager)
+        tokens, new = (prompt(90), 4) if large == "prompt" else (prompt(9), 200)
+        too_large = manager.add_request(tokens, adapter_id="a", max_new_tokens=new)
+        small = [manager.add_request(prompt(6, seed=i), adapter_id="a", max_new_tokens=5) for i in range(4)]
+        for output in results.wait(*small):
+            assert_answer(output, 0, 5)
+        assert "whole cache" in results.wait(too_large)[0].error
+        again = manager.add_request(prompt(6), adapter_id="a", max_new_tokens=5)
+        assert_answer(results.wait(again)[0], 0, 5)

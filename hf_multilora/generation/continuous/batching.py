@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...errors import AdapterNotFoundError
+from ...errors import AdapterNotFoundError, ModelError
 from ...memory.ahead import Hold
 from ...memory.leasing import Standing
 from ...report import BatchingStatus
@@ -304,6 +304,16 @@ class Batching:
         if name in scheduler.active_requests:
             scheduler.finish_request(name)
         self.touched()
+
+    def fail_largest(self) -> bool:
+        """The cache is too small for a request that is alone in it: fail that one. Returns whether there is any."""
+        scheduler = self.scheduler
+        alone = [state for state, _ in scheduler.starved_requests] or list(scheduler.waiting_requests.values())[:1]
+        for state in alone[-1:]:
+            tokens = state.current_len()
+            error = f"The request has grown to {tokens} tokens, and needs more than the whole cache has room for."
+            self.fail(state, ModelError(f"{error} Raise num_blocks, or ask for less."))
+        return bool(alone)
 
     def lost(self, state: Any) -> bool:
         """Whether a request of a batch that was on its way has failed, or was cancelled, meanwhile."""

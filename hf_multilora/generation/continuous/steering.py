@@ -65,7 +65,12 @@ def _processor(own: Any) -> Any:
 
         def prepare_next_batch(self) -> bool:
             self._batching.sweep()
-            return bool(super().prepare_next_batch())
+            while True:
+                try:
+                    return bool(super().prepare_next_batch())
+                except RuntimeError as error:  # the cache is full, and nobody can be put off
+                    if "can be offloaded" not in str(error) or not self._batching.fail_largest():
+                        raise
 
         def update_batch(self) -> None:
             forking = bool(self.scheduler._requests_to_fork)
