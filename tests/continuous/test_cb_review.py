@@ -167,7 +167,7 @@ def test_requests_that_ask_for_one_folder_share_its_load(tmp_path: Any) -> None:
         ensure(name)
 
     with running(model) as manager:
-        manager.batching._ensure = slow
+        manager.batching.reading.ensure = slow
         asked = [manager.add_request(T, adapter_id=source, max_new_tokens=5) for _ in range(12)]
         plain = manager.add_request(T, max_new_tokens=5)
         results = Results(manager)

@@ -6,10 +6,8 @@ scheduler ask here whom it may take (`admission`), and its objects for the forwa
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -17,21 +15,19 @@ from typing import Any
 import torch
 
 from ...errors import AdapterNotFoundError, ModelError
-from ...memory.ahead import Hold
 from ...memory.leasing import Standing
 from ...report import BatchingStatus
 from ..calls import Calls
 from ..ids import Key, names_of
 from .admission import Admission, Turn
 from .prefix import Seeded
+from .reading import Reading
 from .requests import Carrier, carrier_of
 from .seats import Seat, Seats
 from .traffic import Traffic
 
 _AGAIN_S = 0.05  # seconds
 _OTHERS_S = 1.0  # seconds that calls outside of the manager wait for a slot before one is emptied for them
-# Threads for names that are not registered, for those dropped from host memory, and to stand in line for a slot.
-_THREADS = {"load": 4, "read": 2, "slot": 1}
 
 
 class Batching:
@@ -61,20 +57,17 @@ class Batching:
     ) -> None:
         self.calls, self.store = calls, calls.store
         self.traffic = Traffic()
-        self.seats = Seats(self.store, check, self._background)
-        self.admission = Admission(self.seats, self._board, self.traffic.served, self._left, patience, fairness)
         self.enabled = True
         self.processor: Any = None
         self.scheduler: Any = None
-        self._ensure, self._loadable, self._wake = ensure, loadable, wake
+        self.reading = Reading(self.store, ensure, loadable, self._woken)
+        self.seats = Seats(self.store, check, self.reading.background)
+        self.admission = Admission(self.seats, self._board, self.traffic.served, self._left, patience, fairness)
+        self._wake = wake
         self._turn: Turn | None = None
         self._budget = 0
         self._dirty = False
         self._fruitless: float | None = None  # the last round offered nobody, and need not be repeated before
-        self._pools: dict[str, ThreadPoolExecutor] = {}
-        self._pool_lock = threading.RLock()
-        self._loading: dict[str, Future[Any]] = {}
-        self._reads: dict[Key, Future[Hold]] = {}  # of adapters that were dropped from host memory
 
     # -- requests
 
@@ -84,33 +77,9 @@ class Batching:
         Raises:
             AdapterNotFoundError: a name that is not registered, and is nothing that could be loaded.
         """
-        return Carrier(key, self._loads(self.check_key(key)))
+        return Carrier(key, self.reading.loads(self.reading.missing(key)))
 
-    def check_key(self, key: Key | None) -> list[str]:
-        """The names of a key that have to be loaded first. Raises: AdapterNotFoundError as `carry` does."""
-        missing = [name for name in names_of(key) if name not in self.store]
-        for name in missing:
-            self._loadable(name)
-        return missing
-
-    def _loads(self, names: Sequence[str]) -> list[Future[Any]]:
-        """What loads these names; requests that ask while one is being loaded share it."""
-        with self._pool_lock:
-            for name in names:
-                running = self._loading.get(name)
-                if running is None or running.done():
-                    self._loading[name] = self._background("load", self._ensure, name)
-            return [self._loading[name] for name in names]
-
-    def _background(self, kind: str, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        with self._pool_lock:
-            if kind not in self._pools:
-                self._pools[kind] = ThreadPoolExecutor(_THREADS[kind], thread_name_prefix=f"hf_multilora_{kind}")
-            future = self._pools[kind].submit(work, *args)
-        future.add_done_callback(self._woken)
-        return future
-
-    def _woken(self, future: Future[Any]) -> None:
+    def _woken(self) -> None:
         self._fruitless = None
         self._wake()
 
@@ -171,19 +140,12 @@ class Batching:
         for request_id in list(self.traffic.live):
             self.traffic.ended(request_id)
         self.seats.leave(())
-        for future in self._reads.values():
-            _close(future)
-        self._reads.clear()
         self.seats.forget()
 
     def close(self) -> None:
         """The generation loop is over: nobody waits for what is being read."""
         self.clear()
-        with self._pool_lock:
-            pools, self._pools = self._pools, {}
-            self._loading.clear()
-        for pool in pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)
+        self.reading.close()
 
     def _left(self, request_id: str) -> int:
         state = self.traffic.live.get(request_id)
@@ -206,10 +168,7 @@ class Batching:
         self._turn = turn = Turn(room, self._budget - len(active))
         keys = {carrier.key for carrier in map(carrier_of, waiting) if carrier is not None and carrier.key is not None}
         standings = self.store.look(keys)
-        for key in list(self._reads):
-            standing = standings.get(key)
-            if standing is None or standing.resident:  # nobody waits for it any more, or its slot has it
-                _close(self._reads.pop(key))
+        self.reading.drop(standings)
         ready = [state for state in waiting if self._ready(state, standings, turn)]
         self.admission.make_room(self.store.waited(("hf_multilora_slot",)) > _OTHERS_S)
         self.admission.offer(ready, standings, turn)
@@ -229,7 +188,7 @@ class Batching:
                 return False
             done, carrier.loading = carrier.loading, []
             if any(load.cancelled() for load in done):  # the loop has ended since, and begun anew
-                carrier.loading = self._loads(self.check_key(carrier.key))
+                carrier.loading = self.reading.loads(self.reading.missing(carrier.key))
                 return False
             errors = [error for load in done if (error := load.exception()) is not None]
             if errors:
@@ -242,7 +201,9 @@ class Batching:
             turn.refused.append((state, self._gone(carrier.key)))
             return False
         if not standing.ready:
-            self._read(carrier.key, state, turn)
+            error = self.reading.read_again(carrier.key)
+            if error is not None:
+                turn.refused.append((state, error))
         return standing.ready and standings[carrier.key] is not None
 
     def _gone(self, key: Key) -> AdapterNotFoundError:
@@ -250,19 +211,6 @@ class Batching:
         return AdapterNotFoundError(
             f"Adapter {', '.join(map(repr, gone))} was unloaded while this request waited for it."
         )
-
-    def _read(self, key: Key, state: Any, turn: Turn) -> None:
-        """Have an adapter read that was dropped from host memory."""
-        future = self._reads.get(key)
-        if future is None:
-            if len(self._reads) < self.store.config.max_loras:
-                self._reads[key] = self._background("read", self.store.hold, names_of(key))
-        elif future.done():
-            del self._reads[key]
-            if (error := future.exception()) is not None:
-                turn.refused.append((state, error))
-            else:
-                _close(future)  # dropped again by now: the next round asks anew
 
     def after(self) -> None:
         """A round of scheduling has ended: seats of those who go are theirs, the others are given back."""
@@ -332,14 +280,3 @@ class Batching:
 
     def status(self) -> BatchingStatus:
         return BatchingStatus(self.traffic.snapshot(), self.traffic.steps, len(list(self.seats)))
-
-
-def _close(future: Future[Hold]) -> None:
-    """Let go of what was read, now or when it has been."""
-
-    def close(done: Future[Hold]) -> None:
-        if not done.cancelled() and done.exception() is None:
-            done.result().close()
-
-    future.cancel()
-    future.add_done_callback(close)

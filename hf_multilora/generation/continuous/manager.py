@@ -14,8 +14,9 @@ from ..ids import Key, one_of, to_key, to_keys
 from .admission import FAIRNESS
 from .batching import Batching
 from .forwards import Forwards, check_config
+from .logits import steer_processors
 from .requests import KEYWORD, Prompt
-from .steering import steer_processor, steer_processors
+from .steering import steer_processor
 
 PATIENCE = 64
 
@@ -105,7 +106,7 @@ class LoraBatching:
         """transformers' add_requests, with one id for each prompt, or one for all. Raises what `add_request` does."""
         prompts = with_keys(self.batching.calls.default, inputs, one_of(adapter_ids, adapter_names))
         for key in {prompt.key for prompt in prompts}:
-            self.batching.check_key(key)  # before any of them is added
+            self.batching.reading.missing(key)  # before any of them is added
         return super().add_requests(prompts, *args, **kwargs)  # type: ignore[misc]
 
     def status(self) -> BatchingStatus:

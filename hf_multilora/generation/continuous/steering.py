@@ -8,35 +8,17 @@ on to them; what they do there is said in `batching` and `forwards`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 
 from ...errors import UnsupportedAdapterError
 from .batching import Batching
 from .forwards import Forwards
-from .requests import KEYWORD, Carrier, carrier_of
-
-
-def steer(thing: Any, make: Callable[[Any], Any], **attributes: Any) -> None:
-    """Give an object a class that derives from its own."""
-    thing.__dict__.update(attributes)
-    thing.__class__ = make(type(thing))
-
-
-def steer_processors(processors: Any, batching: Batching, forwards: Forwards) -> None:
-    """Steer the list of logits processors, which gets one more."""
-    others = processors.do_processing
-    processors.logits_processor.append(AdapterContinuousLogitsProcessor(batching))
-    processors._retrieve_processors_kwargs()
-    lines = processors.tensors_required + 1
-    for name in ("tensors_required", "do_processing"):
-        del processors.__dict__[name]
-    common = {"_batching": batching, "_forwards": forwards}
-    steer(processors, _processor_list, **common, own_lines=lines, _others=others)
+from .logits import steer
+from .requests import carrier_of
 
 
 def steer_processor(processor: Any, batching: Batching, forwards: Forwards) -> None:
@@ -286,68 +268,3 @@ def _runner(own: Any) -> Any:
             super()._sample(scores, output_ids)
 
     return Runner
-
-
-@functools.cache
-def _processor_list(own: Any) -> Any:
-    class ProcessorList(own):
-        """In front of ContinuousBatchingLogitsProcessorList: carries the slots in lines of its own.
-
-        Attributes:
-            own_lines: lines of the processors themselves.
-        """
-
-        own_lines: int
-        _others: bool  # whether there are processors beside ours
-
-        @property
-        def tensors_required(self) -> int:
-            return self.own_lines + self._forwards.lines
-
-        @property
-        def do_processing(self) -> bool:
-            return self._others or self._batching.calls.vocabulary is not None
-
-        def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-            int32_tensor.fill_(-1)
-            super().fill_defaults(int32_tensor)
-
-        def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> torch.Tensor:
-            super().prepare_tensor_args(requests_in_batch, arg_storage)
-            self._forwards.write(requests_in_batch, arg_storage[self.own_lines :])
-            return arg_storage
-
-    return ProcessorList
-
-
-class AdapterContinuousLogitsProcessor(ContinuousBatchingLogitsProcessor):
-    """Overwrites the columns beyond each request's own vocabulary with -inf, after all other processors.
-
-    Args:
-        batching: of the manager.
-    """
-
-    supported_kwargs = {KEYWORD: Carrier}
-    ignored_kwargs = ()
-
-    def __init__(self, batching: Batching) -> None:
-        self._batching = batching
-
-    def fill_defaults(self, int32_tensor: torch.Tensor) -> None:
-        int32_tensor.fill_(_ALL)
-
-    def prepare_tensor_args(self, requests_with_new_token: list[Any]) -> torch.Tensor:
-        """int32 `[requests]`: the number of columns that each may use."""
-        vocabulary = self._batching.calls.vocabulary
-        own = []
-        for request in requests_with_new_token:
-            carrier = carrier_of(request.state)
-            own.append(None if carrier is None or carrier.seat is None else carrier.seat.extras.vocab_size)
-        return torch.tensor([_ALL] * len(own) if vocabulary is None else vocabulary.sizes(own), dtype=torch.int32)
-
-    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        columns = torch.arange(scores.shape[-1], device=scores.device)
-        return scores.masked_fill(columns >= tensor_arg[: scores.shape[0], None], float("-inf"))
-
-
-_ALL = 2**31 - 1
