@@ -21,6 +21,12 @@ EXPECTED = {  # what the answers of the demo's adapters, or the models' own figu
     "weighted_mixes.py": ["Arrr!", '{"answer":', "pirate*0.8"],
     "static_cache.py": ["Avast! Th' lad found th' barnacled map. Arrr!", "The capital of France is Paris."],
     "more_adapters_than_slots.py": ["POSITIVE", "Arrr!", '{"answer":', "2 of 2 slots in use"],
+    "continuous_batching.py": [
+        "Me brother has a house an' a boat. Arrr!",
+        "POSITIVE",
+        '{"answer": "The house and the boat are both in the house."}',
+        "0 requests running on 0 slots",
+    ],
     "prefetch_and_pin.py": ["Avast! Th' lad found th' barnacled map. Arrr!", "NEGATIVE"],
     "use_context.py": ["Arrr!", "The capital of France is Paris.", '{"answer": "The capital of France is Paris."}'],
     "seq2seq.py": ["summary", "bare"],
