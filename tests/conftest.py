@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,15 @@ def demo_model() -> Path:
         if os.environ.get("CI"):
             raise
         pytest.skip(f"the demo's base model is not available: {error}")
+
+
+@pytest.fixture(autouse=True)
+def _quick_collections(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Managers of continuous batching collect garbage when they stop: seconds, for all that has been imported by then.
+    What is there before such a test is left out."""
+    managed = "continuous" in request.path.parts
+    if managed:
+        gc.freeze()
+    yield
+    if managed:
+        gc.unfreeze()
