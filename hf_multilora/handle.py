@@ -481,11 +481,16 @@ class MultiLora:
             f"model.load_adapter(path, adapter_name={name!r})."
         )
 
-    def check_known(self, key: Key | None) -> None:
-        """Raises: AdapterNotFoundError where a name of it is neither registered nor anything that could be loaded."""
-        for name in names_of(key):
-            if name not in self.store:
-                self.check_loadable(name)
+    def missing(self, key: Key | None) -> list[str]:
+        """The names of a key that have to be loaded first.
+
+        Raises:
+            AdapterNotFoundError: a name that is not registered, and is nothing that could be loaded.
+        """
+        names = [name for name in names_of(key) if name not in self.store]
+        for name in names:
+            self.check_loadable(name)
+        return names
 
     def check_layers(self, sites: Collection[int], saved: Iterable[str]) -> None:
         """Raises: ModelError where a layer of these sites, or a saved module, is not in the model any more."""

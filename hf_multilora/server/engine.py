@@ -140,7 +140,7 @@ class Engine:
 
     def registered(self, name: str) -> bool:
         try:
-            self.multilora.check_known(name)
+            self.multilora.missing(name)
         except AdapterNotFoundError:
             return False
         return True

@@ -36,7 +36,7 @@ class Batching:
     Args:
         calls: of the model.
         check: raises where the layers of these sites, or these modules, are not in the model any more.
-        ensure: loads a name that is not registered; `loadable` raises where it is nothing that could be loaded.
+        ensure: loads a name that is not registered; `missing` names those of a key, or raises for what never could be.
         fairness, patience: see `admission`.
         wake: wakes the generation thread.
 
@@ -50,7 +50,7 @@ class Batching:
         calls: Calls,
         check: Callable[[Collection[int], Iterable[str]], None],
         ensure: Callable[[str], None],
-        loadable: Callable[[str], None],
+        missing: Callable[[Key | None], list[str]],
         fairness: str,
         patience: int,
         wake: Callable[[], None],
@@ -60,7 +60,8 @@ class Batching:
         self.enabled = True
         self.processor: Any = None
         self.scheduler: Any = None
-        self.reading = Reading(self.store, ensure, loadable, self._woken)
+        self.reading = Reading(self.store, ensure, self._woken)
+        self.missing = missing
         self.seats = Seats(self.store, check, self.reading.background)
         self.admission = Admission(self.seats, self._board, self.traffic.served, self._left, patience, fairness)
         self._wake = wake
@@ -77,7 +78,7 @@ class Batching:
         Raises:
             AdapterNotFoundError: a name that is not registered, and is nothing that could be loaded.
         """
-        return Carrier(key, self.reading.loads(self.reading.missing(key)))
+        return Carrier(key, self.reading.loads(self.missing(key)))
 
     def _woken(self) -> None:
         self._fruitless = None
@@ -115,11 +116,8 @@ class Batching:
         """Children of requests have joined the running ones."""
         for request_id in self.scheduler.active_requests.keys() - self.traffic.live.keys():
             state = self.scheduler.active_requests[request_id]
-            self.traffic.arrived(state)
+            self.arrived(state)
             self.traffic.began(state)
-            carrier = carrier_of(state)
-            if carrier is not None and carrier.seat is not None:
-                carrier.seat.users.add(request_id)
 
     def touched(self) -> None:
         """A request has come, or ended one way or another."""
@@ -188,7 +186,7 @@ class Batching:
                 return False
             done, carrier.loading = carrier.loading, []
             if any(load.cancelled() for load in done):  # the loop has ended since, and begun anew
-                carrier.loading = self.reading.loads(self.reading.missing(carrier.key))
+                carrier.loading = self.reading.loads(self.missing(carrier.key))
                 return False
             errors = [error for load in done if (error := load.exception()) is not None]
             if errors:

@@ -49,9 +49,7 @@ class LoraBatching:
             )
         wake = getattr(self, "_wake_up_loop", None) or self._has_new_requests  # type: ignore[attr-defined]
         calls = handle.calls
-        batching = Batching(
-            calls, handle.check_layers, handle.ensure, handle.check_loadable, fairness, patience, wake.set
-        )
+        batching = Batching(calls, handle.check_layers, handle.ensure, handle.missing, fairness, patience, wake.set)
         steer_processors(self.logit_processor, batching, forwards)  # type: ignore[attr-defined]
         self.__dict__.update(batching=batching, _forwards=forwards)
         own: Any = type(self)
@@ -106,7 +104,7 @@ class LoraBatching:
         """transformers' add_requests, with one id for each prompt, or one for all. Raises what `add_request` does."""
         prompts = with_keys(self.batching.calls.default, inputs, one_of(adapter_ids, adapter_names))
         for key in {prompt.key for prompt in prompts}:
-            self.batching.reading.missing(key)  # before any of them is added
+            self.batching.missing(key)  # before any of them is added
         return super().add_requests(prompts, *args, **kwargs)  # type: ignore[misc]
 
     def status(self) -> BatchingStatus:

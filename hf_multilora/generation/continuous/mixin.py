@@ -103,7 +103,7 @@ class ContinuousBatchingMixin:
         """
         prompts = with_keys(self.multilora.calls.default, inputs, one_of(adapter_ids, adapter_names))
         for key in {prompt.key for prompt in prompts}:
-            self.multilora.check_known(key)
+            self.multilora.missing(key)
         with _chosen(fairness, patience):
             return super().generate_batch(prompts, *args, **kwargs)  # type: ignore[misc]
 

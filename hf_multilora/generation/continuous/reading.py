@@ -21,7 +21,7 @@ class Reading:
 
     Args:
         store: of the model.
-        ensure: loads a name that is not registered; `loadable` raises where it is nothing that could be loaded.
+        ensure: loads a name that is not registered.
         woken: called, by any thread, when something has been read.
     """
 
@@ -29,27 +29,15 @@ class Reading:
         self,
         store: AdapterStore,
         ensure: Callable[[str], None],
-        loadable: Callable[[str], None],
         woken: Callable[[], None],
     ) -> None:
         self.store = store
         self.ensure = ensure
-        self._loadable, self._woken = loadable, woken
+        self._woken = woken
         self._lock = threading.RLock()
         self._pools: dict[str, ThreadPoolExecutor] = {}
         self._loading: dict[str, Future[Any]] = {}
         self._reads: dict[Key, Future[Hold]] = {}
-
-    def missing(self, key: Key | None) -> list[str]:
-        """The names of a key that have to be loaded first.
-
-        Raises:
-            AdapterNotFoundError: a name that is not registered, and is nothing that could be loaded.
-        """
-        names = [name for name in names_of(key) if name not in self.store]
-        for name in names:
-            self._loadable(name)
-        return names
 
     def loads(self, names: Sequence[str]) -> list[Future[Any]]:
         """What loads these names; requests that ask while one is being loaded share it."""
