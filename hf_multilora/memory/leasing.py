@@ -174,7 +174,7 @@ class LeasingStore(LoadingStore):
 
         def can_end(stuck: Collection[int]) -> bool:
             tags = set(call.tags.values())
-            return self._slots.reachable(tags, stuck) >= len(tags)
+            return not block or self._slots.reachable(tags, stuck) >= len(tags)
 
         if call.ticket is None:
             call.ticket = Ticket(can_end, nested=self._slots.held_by(call.grant.thread))

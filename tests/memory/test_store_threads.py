@@ -163,6 +163,26 @@ def test_a_nested_wait_that_can_end_is_waited_for():
     finish(one, two)
 
 
+def test_who_asks_without_waiting_makes_nobody_elses_wait_hopeless(monkeypatch):
+    """A generation thread asks for slots in each round while it holds others; it never waits, and will let go."""
+    store, seen = store_of(Files(**ABCD)), []
+    leave = store._line.leave
+
+    def look(ticket):
+        seen.extend(store._line.hopeless(other) for other in store._line.tickets if other is not ticket)
+        leave(ticket)
+
+    with store.acquire(["a", "b"]):
+        waits = Holder(store, ["c"]).step(0)
+        until(lambda: waiting(store) == 1)
+        monkeypatch.setattr(store._line, "leave", look)
+        with pytest.raises(SlotError, match="No room now"):
+            store.acquire(["d"], block=False)
+        monkeypatch.undo()
+    assert seen == [False]
+    finish(held(waits))
+
+
 def test_a_pin_that_makes_a_wait_endless_ends_it():
     store = store_of(Files(**ABCD))
     with store.acquire(["a", "b"]):
