@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hf_multilora import enable_multilora
-from hf_multilora.bench.serving import Shape, batching_config, greedy, set_attention
+from hf_multilora.bench.serving import Shape, config_of, greedy, set_attention
 from hf_multilora.bench.workload import (
     ALL_LINEAR,
     DTYPES,
@@ -30,7 +30,7 @@ STEPS, PROFILED, LINES, RANK, ADAPTERS = 12, 2, 8, 16, 32
 def steps(model: Any, shape: Shape, names: list[str] | None, label: str) -> None:
     """Run some steps in this thread, then profile two."""
     manager = model.init_continuous_batching(
-        generation_config=greedy(shape.new), continuous_batching_config=batching_config(shape)
+        generation_config=greedy(shape.new), continuous_batching_config=config_of(shape)
     )
     processor = manager.batch_processor = manager._create_batch_processor()
     for number, prompt in enumerate(shape.prompts(model.config.vocab_size, 1)):

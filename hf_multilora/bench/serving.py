@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from ..generation.continuous.options import batching_config
 from .measure import synchronize
 
 SPARE_BLOCKS = 1.2
@@ -61,19 +62,18 @@ class Shape:
         return [tokens.choices(range(3, vocabulary), k=count) for count in counts]
 
 
-def batching_config(shape: Shape) -> ContinuousBatchingConfig:
+def config_of(shape: Shape) -> ContinuousBatchingConfig:
     """Nothing of it is left to be inferred from free memory, which differs between the sides of one process."""
-    known = ContinuousBatchingConfig.__dataclass_fields__
-    options: dict[str, Any] = {
-        "page_size" if "page_size" in known else "block_size": shape.block,
-        "num_blocks": shape.blocks,
-        "max_batch_tokens": shape.batch_tokens,
-        "max_requests_per_batch": shape.rows,
-        "use_cuda_graph": True if shape.graphs else None,
-    }
-    if "auto_switch_to_flash" in known:
-        options["auto_switch_to_flash"] = False
-    return ContinuousBatchingConfig(**options)
+    return batching_config(
+        page_size=shape.block,
+        num_blocks=shape.blocks,
+        max_batch_tokens=shape.batch_tokens,
+        max_requests_per_batch=shape.rows,
+        use_cuda_graph=True if shape.graphs else None,
+        auto_switch_to_flash=False
+        if "auto_switch_to_flash" in ContinuousBatchingConfig.__dataclass_fields__
+        else None,
+    )
 
 
 def set_attention(model: Any, attention: str) -> None:
@@ -147,7 +147,7 @@ class Side:
         self.manager = self._stack.enter_context(
             self.model.continuous_batching_context_manager(
                 generation_config=greedy(self.shape.new),
-                continuous_batching_config=batching_config(self.shape),
+                continuous_batching_config=config_of(self.shape),
                 timeout=STOP_S,
                 **self.options,
             )

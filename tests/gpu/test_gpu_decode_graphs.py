@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from continuous.cb_bed import assert_answer, batching, enabled, prompt
+from continuous.cb_bed import assert_answer, batching, enabled, greedy, prompt
 from continuous.cb_run import Results, running
 from transformers import ContinuousBatchingConfig
 
@@ -55,6 +55,31 @@ def test_batches_that_decode_are_captured() -> None:
         serve(manager)
         assert captured(manager) <= first + 3, "the same sizes come again"
     assert captured(manager) == 0, "graphs go with the processor"
+
+
+def test_graphs_belong_to_what_a_batch_is_drawn_with() -> None:
+    """Greedy requests alone, beside hot ones, and alone again: each time with the same tokens, as they come."""
+    model = enabled({"a": 0, "b": 1, "c": 2}, device="cuda")
+    made, draws = config(), greedy(9, do_sample=True, temperature=0.5, top_k=4, top_p=0.5)
+    made.per_request_processors = True
+    best = {"temperature": 1.0, "top_k": 1, "top_p": 1.0}
+    hot = {"temperature": 50.0, "top_k": 5, "top_p": 1.0}
+    with running(model, made, generation_config=draws) as manager:
+        for beside in (0, 3, 0):
+            inputs = [prompt(4 + 3 * i, seed=i) for i in range(len(IDS))]
+            others = [manager.add_request(prompt(6), max_new_tokens=30, **hot) for _ in range(beside)]
+            asked = [
+                manager.add_request(p, adapter_id=i, max_new_tokens=9, streaming=True, **best)
+                for p, i in zip(inputs, IDS, strict=True)
+            ]
+            results = Results(manager)
+            for request, source in zip(asked, SOURCES, strict=True):
+                assert_answer(results.wait(request)[0], source, 9, SOURCES)
+                parts = [len(part.generated_tokens) for part in results.parts[request]]
+                assert parts == list(range(1, 9)), "each token comes by itself, in order"
+            results.wait(*others)
+        kinds = {variant[-1] for _, variant in manager._forwards._graphs}
+        assert {(False, False, False), (True, False, True)} <= kinds
 
 
 def test_a_capture_that_fails_is_given_up() -> None:

@@ -17,6 +17,7 @@ from ...packed import PackedState
 from ...rows import Saved, tabled
 from ..calls import Calls
 from .requests import carrier_of
+from .sampling import ALL
 from .seats import Seat
 from .table import Lanes, slots_of
 
@@ -120,6 +121,8 @@ class Forwards:
         self._fetched: dict[int, torch.Tensor | None] = {}  # by pair of buffers, of its last batch
         self._recipes: dict[Any, Any] = {}
         self.places: torch.Tensor | None = None  # tokens whose logits the forward computes
+        self.needs = ALL  # of the next batch
+        self.greedy: torch.Tensor | None = None  # [n]: which of these tokens are the highest, not drawn
 
     def forget(self) -> None:
         """Let go of all that belongs to one batch processor and its buffers: its graphs above all."""
@@ -127,7 +130,8 @@ class Forwards:
         self._graphs.clear()
         self._fetched.clear()
         self._recipes.clear()
-        self._flags = self._batch = self.places = None
+        self._flags = self._batch = self.places = self.greedy = None
+        self.needs = ALL
 
     @property
     def lines(self) -> int:
@@ -216,7 +220,7 @@ class Forwards:
             whole = runner.supports_logits_to_keep(model)
             state = self._state(batch, batch_data["logits_processor_args"][own:], touched, whole)
         if captured:
-            variant = (touched if state is not None else None, self.calls.vocabulary is None)
+            variant = (touched if state is not None else None, self.calls.vocabulary is None, self.needs)
             holder = ios.io_pairs[pair].device_io if hasattr(ios, "io_pairs") else ios
             holder.graphs = self._graphs.setdefault((pair, variant), Graphs())
         if stream is not None and not hasattr(ios, "io_pairs"):

@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.cb_logits_processors import Con
 from .batching import Batching
 from .forwards import Forwards
 from .requests import KEYWORD, Carrier, carrier_of
+from .sampling import ALL, TopK, needs_of
 
 _ALL = 2**31 - 1
 
@@ -26,29 +27,35 @@ def steer(thing: Any, make: Callable[[Any], Any], **attributes: Any) -> None:
     thing.__class__ = make(type(thing))
 
 
-def steer_processors(processors: Any, batching: Batching, forwards: Forwards) -> None:
-    """Steer the list of logits processors, which gets one more."""
+def steer_processors(processors: Any, batching: Batching, forwards: Forwards, columns: int) -> None:
+    """Steer the list of logits processors, which gets one more.
+
+    Args:
+        columns: of the logits, at most.
+    """
     others = processors.do_processing
     processors.logits_processor.append(AdapterContinuousLogitsProcessor(batching))
     processors._retrieve_processors_kwargs()
-    lines = processors.tensors_required + 1
+    own = [one for one in processors.logits_processor if isinstance(one, ContinuousBatchingLogitsProcessor)]
     for name in ("tensors_required", "do_processing"):
         del processors.__dict__[name]
     common = {"_batching": batching, "_forwards": forwards}
-    steer(processors, _processor_list, **common, own_lines=lines, _others=others)
+    steer(processors, _processor_list, **common, _own=own, _others=others, _columns=columns)
 
 
 @functools.cache
 def _processor_list(own: Any) -> Any:
     class ProcessorList(own):
-        """In front of ContinuousBatchingLogitsProcessorList: carries the slots in lines of its own.
+        """In front of ContinuousBatchingLogitsProcessorList: carries the slots in lines of its own."""
 
-        Attributes:
-            own_lines: lines of the processors themselves.
-        """
-
-        own_lines: int
+        _own: list[ContinuousBatchingLogitsProcessor]  # those with values per request, a line of them each
         _others: bool  # whether there are processors beside ours
+        _columns: int
+
+        @property
+        def own_lines(self) -> int:
+            """Lines of the processors themselves."""
+            return len(self._own)
 
         @property
         def tensors_required(self) -> int:
@@ -63,9 +70,24 @@ def _processor_list(own: Any) -> Any:
             super().fill_defaults(int32_tensor)
 
         def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: torch.Tensor) -> torch.Tensor:
-            super().prepare_tensor_args(requests_in_batch, arg_storage)
+            last = [request for request in requests_in_batch if request.has_new_token]
+            values = torch.stack([one.prepare_tensor_args(last) for one in self._own])
+            arg_storage[: self.own_lines, : len(last)] = values.to(arg_storage.device)  # in one copy
+            # how probable a token was is said of what the processors leave
+            telling = self._forwards.config.return_logprobs
+            self._forwards.needs = ALL if telling else needs_of(self._own, last, self._columns)
             self._forwards.write(requests_in_batch, arg_storage[self.own_lines :])
             return arg_storage
+
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, logits_processor_args: torch.Tensor) -> Any:
+            forwards, lines = self._forwards, iter(logits_processor_args)
+            for one in self.logits_processor:
+                values = next(lines) if isinstance(one, ContinuousBatchingLogitsProcessor) else None
+                if values is not None and isinstance(one, TopK):
+                    forwards.greedy = values[: scores.shape[0]] == 1
+                if not forwards.needs.skips(one):
+                    scores = one(input_ids, scores) if values is None else one(scores, values)
+            return scores
 
     return ProcessorList
 

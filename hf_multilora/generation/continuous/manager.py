@@ -14,7 +14,8 @@ from ..ids import Key, one_of, to_key, to_keys
 from .admission import FAIRNESS
 from .batching import Batching
 from .forwards import Forwards, check_config
-from .logits import steer_processors
+from .logits import steer, steer_processors
+from .outputs import held_back
 from .requests import KEYWORD, Prompt
 from .steering import steer_processor
 
@@ -50,7 +51,9 @@ class LoraBatching:
         wake = getattr(self, "_wake_up_loop", None) or self._has_new_requests  # type: ignore[attr-defined]
         calls = handle.calls
         batching = Batching(calls, handle.check_layers, handle.ensure, handle.missing, fairness, patience, wake.set)
-        steer_processors(self.logit_processor, batching, forwards)  # type: ignore[attr-defined]
+        columns = self.model.config.get_text_config().vocab_size + handle.config.extra_vocab_size  # type: ignore[attr-defined]
+        steer_processors(self.logit_processor, batching, forwards, columns)  # type: ignore[attr-defined]
+        steer(self.output_router, held_back, _held=[])  # type: ignore[attr-defined]
         self.__dict__.update(batching=batching, _forwards=forwards)
         own: Any = type(self)
         self.__class__ = _class_of(own)
@@ -122,6 +125,7 @@ class LoraBatching:
         try:
             super()._run_generation_loop(*args, **kwargs)  # type: ignore[misc]
         finally:
+            self.output_router.release()  # type: ignore[attr-defined]
             self.batching.close()
 
     def stop(self, *args: Any, **kwargs: Any) -> None:

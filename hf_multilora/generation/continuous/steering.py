@@ -19,6 +19,7 @@ from .batching import Batching
 from .forwards import Forwards
 from .logits import steer
 from .requests import carrier_of
+from .sampling import ALL
 
 
 def steer_processor(processor: Any, batching: Batching, forwards: Forwards) -> None:
@@ -28,7 +29,7 @@ def steer_processor(processor: Any, batching: Batching, forwards: Forwards) -> N
     steer(processor, _processor, **common)
     steer(processor.scheduler, _scheduler, **common)
     steer(processor.model_runner, _runner, **common)
-    steer(ios, _ios, **common)
+    steer(ios, _ios, **common, _router=processor.output_router)
     steer(cache, _cache, **common, _state=None)
     if hasattr(cache, "cache_allocators"):
         for allocator in cache.cache_allocators.values():
@@ -47,6 +48,12 @@ def _processor(own: Any) -> Any:
 
         def prepare_next_batch(self) -> bool:
             self._batching.sweep()
+            ready = self._prepared()
+            if not ready or not self._forwards.captured(self.model_runner, self.inputs_and_outputs.use_block_table):
+                self.output_router.release()
+            return ready
+
+        def _prepared(self) -> bool:
             while True:
                 try:
                     return bool(super().prepare_next_batch())
@@ -69,6 +76,7 @@ def _processor(own: Any) -> Any:
         def warmup(self, model: Any) -> None:
             if self._forwards.graphs == "decode":  # its graphs are captured as their sizes come
                 return
+            self._forwards.needs = ALL
             with self._forwards.rehearsal():
                 super().warmup(model)
             super().warmup(model)
@@ -185,6 +193,7 @@ def _ios(own: Any) -> Any:
         """In front of the inputs and outputs, synchronous or not."""
 
         def retrieve_device_outputs(self) -> None:
+            self._router.release()  # the device has its work; here the host waits for it
             self._forwards.fetch(self)
             super().retrieve_device_outputs()
 
@@ -260,11 +269,22 @@ def _runner(own: Any) -> Any:
                 self._forwards.not_captured(error)
 
         def _forward_process_and_sample(self, model: Any, batch_data: dict[str, Any], *args: Any) -> None:
-            self._forwards.places = batch_data["logits_indices"]
+            self._forwards.places, self._forwards.greedy = batch_data["logits_indices"], None
             super()._forward_process_and_sample(model, batch_data, *args)
 
         def _sample(self, scores: torch.Tensor, output_ids: torch.Tensor) -> None:
             scores = self._forwards.check_scores(scores, self.do_sample)
-            super()._sample(scores, output_ids)
+            greedy, count = self._forwards.greedy, scores.shape[1]
+            if greedy is None or not self.do_sample:
+                super()._sample(scores, output_ids)
+                return
+            tokens = scores[0].argmax(-1)
+            if self._forwards.needs.draws:
+                super()._sample(scores, output_ids)
+                tokens = torch.where(greedy, tokens, output_ids[0, :count])
+            output_ids[0, :count].copy_(tokens)
+            if self.return_logprobs:
+                chosen = scores[0].log_softmax(-1).gather(1, tokens[:, None].long())[:, 0]
+                output_ids[1, :count].copy_(chosen.view(torch.int32))
 
     return Runner
