@@ -1,29 +1,29 @@
-"""The command line: `hf-multilora demo | inspect | check | bench | serve`.
+"""The command line: `hf-multilora demo | inspect | check | bench | serve | generate`.
 
-Exit codes: 0 all is well; 1 something is wrong with what was asked for (the message says what); 2 wrong usage.
+Exit codes: 0 all is well; 1 something is wrong with what was asked for (the message says what); 2 wrong usage; 130
+interrupted.
 """
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 try:
+    import rich  # noqa: F401
     import typer
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
 except ImportError as error:
     raise SystemExit(f"The command line needs {error.name}: pip install 'hf-multilora[demo]'") from error
 
 from ._version import __version__
 from .bench.app import app as bench_app
+from .bulk.cli import generate
 from .errors import MultiLoraError
+from .options import Json, Offline
 from .server.cli import serve
+from .terminal import progress as progress_bar
+from .terminal import show_error, show_result
 
 app = typer.Typer(
     add_completion=False,
@@ -34,14 +34,11 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command()(serve)
-_notes = Console(stderr=True, highlight=False)  # progress and errors; stdout carries the result alone
-_out = Console(highlight=False)
+app.command()(generate)
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Adapter = Annotated[str, typer.Argument(help="Folder or hub id of a PEFT adapter.", show_default=False)]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the hub.")]
 Subfolder = Annotated[str | None, typer.Option(help="Folder inside of it that holds the adapter.")]
-Offline = Annotated[bool, typer.Option("--offline", help="Use what is on this machine; ask no hub.")]
 
 
 @app.command()
@@ -60,10 +57,10 @@ def demo(
     from .demo.run import PROMPTS, run_demo
     from .demo.show import render
 
-    with _progress() as progress:
+    with progress_bar() as progress:
         folder = demo_model_path(wheel=wheel, progress=progress)
         result = run_demo(folder, prompts=prompt or PROMPTS, max_new_tokens=max_new_tokens, progress=progress)
-    _print(result.to_dict() if as_json else render(result))
+    show_result(result.to_dict() if as_json else render(result))
 
 
 @app.command()
@@ -78,7 +75,7 @@ def inspect(
     from .checks import inspect_adapter
 
     found = inspect_adapter(adapter, revision=revision, subfolder=subfolder, local_files_only=offline)
-    _print(found.to_dict() if as_json else str(found))
+    show_result(found.to_dict() if as_json else str(found))
 
 
 @app.command()
@@ -110,13 +107,13 @@ def check(
         except MultiLoraError as error:
             results.append({"adapter": adapter, "fits": False, "error": type(error).__name__, "message": str(error)})
             if not as_json:
-                _say(error)
+                show_error(type(error).__name__, str(error))
         else:
             results.append({"fits": True, **found.to_dict()})
             if not as_json:
-                _print(str(found))
+                show_result(str(found))
     if as_json:
-        _print({"fits": all(result["fits"] for result in results), "adapters": results})
+        show_result({"fits": all(result["fits"] for result in results), "adapters": results})
     if not all(result["fits"] for result in results):
         raise typer.Exit(1)
 
@@ -134,40 +131,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(given)
     except MultiLoraError as error:
-        if "--json" in given:
-            _print({"error": type(error).__name__, "message": str(error)})
-        else:
-            _say(error)
+        show_error(type(error).__name__, str(error), as_json="--json" in given)
         sys.exit(1)
-
-
-def _say(error: MultiLoraError) -> None:
-    _notes.print(f"[bold red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
-
-
-def _print(result: Any) -> None:
-    if isinstance(result, dict):
-        print(json.dumps(result, indent=2, ensure_ascii=False))
-    else:
-        _out.print(result, markup=False, soft_wrap=isinstance(result, str))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar that shows one step at a time; a total of 0 means that nobody knows how long the step takes."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # one bar is enough
-    columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=_notes, transient=True) as bar:
-        task = bar.add_task("")
-
-        def show(label: str, done: int, total: int) -> None:
-            if bar.tasks[task].description != label:
-                bar.reset(task, description=label, total=total or None)
-            bar.update(task, completed=done, total=total or None)
-
-        yield show
 
 
 if __name__ == "__main__":

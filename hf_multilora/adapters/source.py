@@ -24,7 +24,7 @@ WEIGHTS = (
 )  # PEFT's order of preference
 # Files of a Trainer checkpoint that hold no weights of the adapter.
 _TRAINER = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state.*)\.(bin|pt|pth|safetensors)")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def resolve(request: Request) -> AdapterFiles:
 @register_resolver
 def from_hub(request: Request) -> AdapterFiles | None:
     """A hub id such as "org/name"; only the adapter's own files are fetched, or taken from the cache."""
-    if request.is_path or not _HUB_ID.fullmatch(request.source):
+    if request.is_path or not HUB_ID.fullmatch(request.source):
         return None
     prefix = f"{request.subfolder.strip('/')}/" if request.subfolder else ""
     config, weights, commit = download(
@@ -196,6 +196,6 @@ def _not_found(source: str) -> str:
     here = f"no folder {source!r}" + ("" if path.is_absolute() else f" (looked in {os.getcwd()})")
     parent = path.parent
     near = closest(path.name, (entry.name for entry in parent.iterdir())) if parent.is_dir() else ""
-    if _HUB_ID.fullmatch(source):
+    if HUB_ID.fullmatch(source):
         return f"{here}.{near}"
     return f"{here}.{near} It is no hub id either: those have the form 'org/name'."

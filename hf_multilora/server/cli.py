@@ -8,28 +8,28 @@ import json
 import os
 import signal
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import ConfigError, ModelError
+from .. import options
+from ..base_model import check_dtype, load_base, load_tokenizer
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
     from .engine import Engine
     from .settings import Settings
 
-_DTYPES = ("auto", "float32", "float16", "bfloat16")
 _LEVELS = ("critical", "error", "warning", "info", "debug")
 KEY_ENV = "HF_MULTILORA_API_KEY"
 
 
 def serve(
-    model: Annotated[str, typer.Argument(help="Folder or hub id of the base model.", show_default=False)],
-    adapters: Annotated[Path | None, typer.Option(help="Folder whose sub-folders are adapters.")] = None,
-    max_loras: Annotated[int, typer.Option(min=1, help="Slots: adapters that one batch can mix.")] = 8,
-    max_lora_rank: Annotated[int, typer.Option(min=1, help="Largest rank of an adapter.")] = 64,
-    max_cpu_loras: Annotated[int | None, typer.Option(min=1, help="Adapters kept in host memory.")] = None,
+    model: options.Model,
+    adapters: options.Adapters = None,
+    max_loras: options.MaxLoras = 8,
+    max_lora_rank: options.MaxLoraRank = 64,
+    max_cpu_loras: options.MaxCpuLoras = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
     served_model_name: Annotated[str | None, typer.Option(help="The base model's id in requests.")] = None,
@@ -49,14 +49,14 @@ def serve(
     allow_runtime_updates: Annotated[
         bool, typer.Option("--allow-runtime-updates", help="Let requests load, unload, reload and pin adapters.")
     ] = False,
-    offline: Annotated[bool, typer.Option("--offline", help="Use what is on this machine; ask no hub.")] = False,
-    dtype: Annotated[str, typer.Option(help=f"Of the base model: {', '.join(_DTYPES)}.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Where the model goes: cuda, cuda:1, cpu, auto.")] = None,
+    offline: options.Offline = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt and its answer.")] = None,
-    max_batch_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of one batch.")] = None,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Requests of one batch.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, help="Blocks of the cache; by default from memory.")] = None,
-    block_tokens: Annotated[int | None, typer.Option(min=4, help="Tokens of one block.")] = None,
+    max_batch_tokens: options.MaxBatchTokens = None,
+    max_requests: options.MaxRequests = None,
+    num_blocks: options.NumBlocks = None,
+    block_tokens: options.BlockTokens = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Answers in work or waiting.")] = 1024,
     max_adapters_per_client: Annotated[
         int | None, typer.Option(min=1, help="Distinct adapters that one API key may name within a minute.")
@@ -81,8 +81,7 @@ def serve(
             __import__(name)
     except ImportError as error:
         raise SystemExit(f"The server needs {error.name}: pip install 'hf-multilora[serve]'") from error
-    if dtype not in _DTYPES:
-        raise ConfigError(f"--dtype {dtype!r}: expected one of {', '.join(_DTYPES)}.")
+    check_dtype(dtype)
     if log_level not in _LEVELS:
         raise ConfigError(f"--log-level {log_level!r}: expected one of {', '.join(_LEVELS)}.")
     keys = api_key or [key for key in (os.environ.get(KEY_ENV),) if key]
@@ -124,20 +123,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _engine(model: str, dtype: str, device: str | None, offline: bool, slots: Any, batching: Any) -> Engine:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from ..api import enable_multilora
     from .engine import Engine
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    common = {"local_files_only": offline}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model, **common)
-        base = AutoModelForCausalLM.from_pretrained(model, dtype=dtype, device_map=where, **common)
-    except (OSError, ValueError, ImportError) as error:
-        raise ModelError(f"The base model {model!r} cannot be loaded: {str(error).strip()}") from error
-    return Engine(enable_multilora(base.eval(), on_demand=False, **slots), tokenizer, **batching)
+    tokenizer = load_tokenizer(model, offline)
+    base = load_base(model, dtype, device, offline)
+    return Engine(enable_multilora(base, on_demand=False, **slots), tokenizer, **batching)
 
 
 def run(engine: Engine, settings: Settings, listener: socket.socket, log_level: str, as_json: bool = False) -> bool:
