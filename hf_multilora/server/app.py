@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from .._version import __version__
-from . import adapters, openai
+from . import adapters, openai, page, status
 from .answers import Answers
 from .clients import Keys
 from .engine import Engine
@@ -63,13 +63,15 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     app.state.answers = answers
     app.include_router(openai.router(answers, now()))
     app.include_router(adapters.router(answers))
-    _add_status(app, answers)
+    app.include_router(status.router(answers))
+    app.include_router(page.router())
+    _add_health(app, answers)
     _add_errors(app, metrics)
     app.add_middleware(Gate, keys=Keys(settings.api_keys), max_body_bytes=settings.max_body_bytes)
     return app
 
 
-def _add_status(app: FastAPI, answers: Answers) -> None:
+def _add_health(app: FastAPI, answers: Answers) -> None:
     engine = answers.engine
 
     @app.get("/health")
@@ -88,19 +90,6 @@ def _add_status(app: FastAPI, answers: Answers) -> None:
     async def metrics() -> Response:
         """Prometheus' text format."""
         return Response(answers.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/v1/status")
-    async def status() -> dict[str, Any]:
-        """Slots, adapters, both levels of cache, and the queue."""
-        found = engine.multilora.status().to_dict()
-        traffic = (found["batching"] or {"adapters": {}})["adapters"].values()
-        queue = {
-            "in_work": engine.in_work,
-            "running": sum(item["running"] for item in traffic),
-            "waiting": sum(item["waiting"] for item in traffic),
-            "max_queue": answers.settings.max_queue,
-        }
-        return {**found, "queue": queue, "base": answers.resolver.base, "max_model_len": answers.max_len}
 
 
 def _add_errors(app: FastAPI, metrics: Metrics) -> None:

@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import GenerationConfig
 
 from ..errors import AdapterNotFoundError, ConfigError, ModelError, MultiLoraError
+from ..generation.continuous.options import batching_config, cache_tokens
 from .problems import ApiError, of_adapter, unavailable
 from .tickets import Sampling, Ticket
 
@@ -62,7 +63,7 @@ class Engine:
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.context = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
         self.draining = False
-        self._options = {key: value for key, value in batching.items() if value is not None}
+        self._options = batching
         self._manage = {"fairness": fairness, "patience": patience}
         self._manager: Any = None
         self._live: dict[str, Ticket] = {}
@@ -80,7 +81,7 @@ class Engine:
         Raises:
             ModelError: the thread ended at once; the message says why.
         """
-        config = ContinuousBatchingConfig(per_request_processors=True, **self._options)
+        config = batching_config(per_request_processors=True, **self._options)
         # A processor exists only where its default does something; each request brings its own values for all three.
         defaults = GenerationConfig(do_sample=True, temperature=0.5, top_k=1, top_p=0.5, eos_token_id=self.eos or -1)
         self.draining = False
@@ -99,9 +100,8 @@ class Engine:
         if (dead := self.why_dead()) is not None:
             await self.stop()
             raise ModelError(f"Continuous batching did not start: {dead}")
-        settled = self._manager.continuous_batching_config
         # What is larger than the whole cache would end the generation thread, and with it everybody's requests.
-        self.context = min(self.context, settled.num_blocks * settled.page_size)
+        self.context = min(self.context, cache_tokens(self._manager.continuous_batching_config))
         self._watch = asyncio.create_task(self._watching())
 
     async def stop(self, timeout: float = 10.0) -> None:
@@ -138,6 +138,14 @@ class Engine:
         """Requests that have been added and not ended."""
         return len(self._live)
 
+    def unfinished_tokens(self) -> int:
+        """Generated tokens of requests that have not ended: the manager counts them at their ends."""
+        manager = self._manager
+        states = [] if manager is None else list(manager.batching.traffic.live.values())
+        # After a reset, what had been generated is a part of the initial tokens.
+        again = (len(s.initial_tokens) - s._true_initial_tokens for s in states if s._true_initial_tokens)
+        return sum(again) + sum(state.generated_len() for state in states)
+
     def registered(self, name: str) -> bool:
         try:
             self.multilora.missing(name)
@@ -163,8 +171,7 @@ class Engine:
         values = {
             "temperature": 1.0 if greedy else float(sampling.temperature),
             "top_k": 1 if greedy else sampling.top_k or self._widest(),
-            # Among equals top_k keeps all; with nothing of the mass left to share, top_p keeps one.
-            "top_p": 0.0 if greedy else float(sampling.top_p),
+            "top_p": 1.0 if greedy else float(sampling.top_p),
         }
         added = False
         try:

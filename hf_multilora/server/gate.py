@@ -14,7 +14,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-OPEN = frozenset({"/health", "/ready", "/metrics"})  # what an orchestrator asks without a key
+# What an orchestrator asks without a key, and the page that asks for one.
+OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
 
 
 class Gate:

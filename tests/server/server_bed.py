@@ -142,12 +142,12 @@ def engine(**options: Any) -> Engine:
 
 
 class Running:
-    """A real uvicorn server in a thread of its own."""
+    """A real uvicorn server in a thread of its own, on any port that is free unless one is named."""
 
-    def __init__(self, made: Engine, settings: Settings) -> None:
+    def __init__(self, made: Engine, settings: Settings, port: int = 0) -> None:
         self.engine, self.app = made, create_app(made, settings)
         self.loop: asyncio.AbstractEventLoop | None = None
-        listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        listener = socket.create_server(("127.0.0.1", port), backlog=256)
         self.root = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = uvicorn.Server(
             uvicorn.Config(self.app, log_level="warning", lifespan="on", timeout_graceful_shutdown=10)

@@ -247,7 +247,7 @@ def test_beyond_the_context(server):
 
 def test_bytes_that_are_no_http(server):
     host, port = server.root.removeprefix("http://").split(":")
-    for raw in (b"\x00\x01\x02\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
+    for raw in (b"\x00\x01\x02\r\n\r\n", b"GET /x HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
         with socket.create_connection((host, int(port)), timeout=10) as line:
             line.sendall(raw)
             if raw.endswith(b"\r\n\r\n"):
