@@ -9,12 +9,13 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from ..base_model import end_tokens
 from ..errors import ModelError, MultiLoraError
 from ..generation.continuous.options import batching_config, cache_tokens
 from .adapters import Place
 from .lines import Line
 from .partial import Answer
-from .prompts import Prompts, end_tokens
+from .prompts import Prompts
 
 _WAIT_S = 1.0  # between two looks at the generation thread
 

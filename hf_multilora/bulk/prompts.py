@@ -17,14 +17,6 @@ def check_template(tokenizer: Any, name: str) -> None:
         raise ModelError(f'The tokenizer of {name!r} has no chat template: it takes no "messages" and no --chat.')
 
 
-def end_tokens(model: Any, tokenizer: Any) -> list[int]:
-    """Of the model's generation config and of the tokenizer."""
-    found: list[int] = []
-    for value in (model.generation_config.eos_token_id, tokenizer.eos_token_id):
-        found += [value] if isinstance(value, int) else list(value or ())
-    return sorted({token for token in found if token >= 0})
-
-
 class Prompts:
     """Token ids of prompts.
 

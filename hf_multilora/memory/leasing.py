@@ -93,6 +93,11 @@ class LeasingStore(LoadingStore):
                 found[key] = Standing(tag, tag in resident, ready)
         return found
 
+    def spare(self) -> int:
+        """Slots that no call holds and no pin."""
+        with self._lock:
+            return sum(not slot.users and not slot.pinned for slot in self._slots)
+
     def waited(self, but: tuple[str, ...] = ()) -> float:
         """Seconds that the first call in line has waited for slots; threads whose names begin with one of `but` do not
         count."""

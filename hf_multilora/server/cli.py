@@ -15,6 +15,7 @@ import typer
 from .. import options
 from ..base_model import check_dtype, load_base, load_tokenizer
 from ..errors import ConfigError
+from ..report import count
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -156,9 +157,9 @@ def run(engine: Engine, settings: Settings, listener: socket.socket, log_level: 
                         flush=True,
                     )
                 else:
-                    typer.echo(
-                        f"Serving {app.state.answers.resolver.base} and {len(names)} adapters at {url}", err=True
-                    )
+                    what = f"{app.state.answers.resolver.base} and {count(len(names), 'adapter')}"
+                    page = url.removesuffix("v1")
+                    typer.echo(f"Serving {what} at {url}; a browser shows at {page} what goes on", err=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             engine.draining = True

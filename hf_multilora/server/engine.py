@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from transformers import GenerationConfig
 
+from ..base_model import end_tokens
 from ..errors import AdapterNotFoundError, ConfigError, ModelError, MultiLoraError
 from ..generation.continuous.options import batching_config, cache_tokens
 from .problems import ApiError, of_adapter, unavailable
@@ -59,7 +60,7 @@ class Engine:
                 f"Engine has no option {', '.join(sorted(unknown))}. It has {', '.join(sorted(_OPTIONS))}."
             )
         self.model, self.tokenizer, self.multilora = model, tokenizer, handle
-        self.eos = _eos(model, tokenizer)
+        self.eos = end_tokens(model, tokenizer)
         self.vocab_size = int(model.get_input_embeddings().num_embeddings)
         self.context = int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 30)
         self.draining = False
@@ -274,11 +275,3 @@ async def _whole(work: Any) -> bool:
         if not task.cancelled():
             task.exception()
         raise
-
-
-def _eos(model: Any, tokenizer: Any) -> list[int]:
-    """End tokens of the model's generation config and of the tokenizer."""
-    found: list[int] = []
-    for value in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
-        found += [value] if isinstance(value, int) else list(value or ())
-    return sorted({int(token) for token in found if token >= 0})

@@ -1,86 +1,29 @@
-"""A tiny Llama with a tokenizer of bytes as files, adapters that answer differently, and what each answers alone.
-
-An adapter's *version* is a number from which its factors follow. What it is to answer is generate() of the bare model
-with the version worked into its weights; nothing of this package takes part in it.
-"""
+"""A tiny model and its adapters (`tiny_files`), files of prompts, and what each line is answered alone."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, TextIO
 
+import tiny_files
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_files import alone, chat_prompt, tokenizer, version, write_adapter
+from transformers import LlamaForCausalLM
 
-SPECIAL = ["<s>", "</s>", "<|user|>", "<|bot|>"]
-VOCAB = 256 + len(SPECIAL)
-HIDDEN, INNER, LENGTH = 48, 80, 256
+__all__ = ["chat_prompt", "tokenizer", "version", "write_adapter"]
+
 # Two requests in a batch: answers come one after the other, and what runs at once is little.
 SMALL = ("--num-blocks", "32", "--block-tokens", "16", "--max-batch-tokens", "64", "--max-requests", "2")
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "<|user|>{{ m.role }}: {{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
-)
-_WIDTHS = {"q_proj": (HIDDEN, HIDDEN), "v_proj": (HIDDEN, HIDDEN // 2), "o_proj": (HIDDEN, HIDDEN)}
-
-
-@cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte."""
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    inner = Tokenizer(models.BPE(vocabulary, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE, model_max_length=LENGTH
-    )
+ENDS = 2.0
 
 
 def build() -> LlamaForCausalLM:
-    """The bare base model, fp32; weights large enough that adapters and prompts show."""
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=256, eos_token_id=257, pad_token_id=257,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else noise * (1.0 if "embed" in name else 0.15))
-        model.lm_head.weight[257].mul_(2.0)  # the end token comes now and then
-    return model.eval()
-
-
-def version(number: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors under PEFT's names and the adapter_config.json of this version."""
-    rank, generator = 2 + number % 5, torch.Generator().manual_seed(1000 + number)
-    tensors = {}
-    for layer in range(2):
-        for name, (inside, out) in _WIDTHS.items():
-            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
-            tensors[f"{stem}A.weight"] = torch.randn(rank, inside, generator=generator) * inside**-0.5
-            tensors[f"{stem}B.weight"] = torch.randn(out, rank, generator=generator) * rank**-0.5
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": rank, "lora_alpha": 2 * rank}
-    return tensors, {**config, "target_modules": list(_WIDTHS)}
-
-
-def write_adapter(folder: Path, number: int) -> Path:
-    """This version as files in `folder`, in place of what is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors, config = version(number)
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors, folder / "new", metadata={"format": "pt"})
-    os.replace(folder / "new", folder / "adapter_model.safetensors")
-    return folder
+    """The base model; it ends now and then."""
+    return tiny_files.build(ENDS)
 
 
 def write_lines(path: Path, lines: Iterable[Any]) -> Path:
@@ -102,30 +45,11 @@ def piped(content: bytes) -> TextIO:
     return os.fdopen(reading)
 
 
-@lru_cache(maxsize=32)
-def alone(number: int | None) -> LlamaForCausalLM:
-    """The bare model with this version worked into its weights."""
-    model = build()
-    if number is not None:
-        tensors, _ = version(number)
-        with torch.no_grad():
-            for name, a in tensors.items():
-                if "lora_A" in name:
-                    path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                    model.get_submodule(path).weight.add_(2.0 * tensors[name.replace("lora_A", "lora_B")] @ a)
-    return model
-
-
 @cache
 def answer(prompt: str, number: int | None, new: int) -> dict[str, Any]:
     """What generate() answers to a plain prompt, greedily, as a line of the output has it."""
     ids = torch.tensor([tokenizer()(prompt)["input_ids"]])
-    out = alone(number).generate(ids, do_sample=False, max_new_tokens=new, attention_mask=torch.ones_like(ids))
+    out = alone(number, ENDS).generate(ids, do_sample=False, max_new_tokens=new, attention_mask=torch.ones_like(ids))
     tokens = out[0, ids.shape[1] :].tolist()
     text = tokenizer().decode(tokens, skip_special_tokens=True)
     return {"text": text, "tokens": len(tokens), "finish_reason": "stop" if tokens[-1] == 257 else "length"}
-
-
-def chat_prompt(content: str) -> str:
-    """What the template makes of a user's message."""
-    return f"<|user|>user: {content}<|bot|>"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
+import shutil
 from itertools import count
 from pathlib import Path
 
@@ -68,6 +70,24 @@ def test_chats(generate, tmp_path):
     assert read_lines(tmp_path / "out.jsonl") == [{**a, **b} for a, b in zip(asked, texts, strict=True)]
 
 
+def test_what_the_model_asks_for_and_does_not_get_is_told(generate, model, tmp_path):
+    """Its generation_config has a penalty, which generate() would follow."""
+    other = shutil.copytree(model, tmp_path / "model")
+    settings = json.loads((other / "generation_config.json").read_text())
+    (other / "generation_config.json").write_text(json.dumps({**settings, "repetition_penalty": 1.3}))
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": "Who?", "adapter": "a"}])
+    logger = logging.getLogger("hf_multilora.base_model")
+    seen = []
+    logger.addFilter(lambda record: seen.append(record.getMessage()) or True)
+    try:
+        assert generate(source, base=other)[0] == 0
+        assert len(seen) == 1 and "repetition_penalty=1.3" in seen[0] and str(other) in seen[0]
+        assert generate(source, "--overwrite")[0] == 0 and len(seen) == 1, "nothing to tell of a plain one"
+    finally:
+        logger.filters.clear()
+    assert read_lines(tmp_path / "out.jsonl")[0]["text"] == answer("Who?", 1, 24)["text"]
+
+
 def test_a_line_that_fails_fails_alone(generate, adapters, tmp_path):
     save_file(
         {"base_model.model.nothing.lora_A.weight": torch.ones(2, 2)}, adapters / "b" / "adapter_model.safetensors"
@@ -77,7 +97,7 @@ def test_a_line_that_fails_fails_alone(generate, adapters, tmp_path):
         {"prompt": "Who?", "adapter": "b", "id": 7},
         {"prompt": "x" * 240},
         {"prompt": "x" * 250, "max_new_tokens": 6},
-        {"messages": [{"role": "system", "content": "Be kind."}]},
+        {"messages": [{"role": role, "content": "Be kind."} for role in ("user", "system")]},
         {"prompt": "Who?"},
     ]
     source = write_lines(tmp_path / "in.jsonl", asked)
@@ -95,7 +115,7 @@ def test_a_line_that_fails_fails_alone(generate, adapters, tmp_path):
         True,
         False,
     ]
-    for number, words in ((1, ("nothing",)), (2, ("240 tokens", "256", "max_new_tokens")), (4, ("no system",))):
+    for number, words in ((1, ("nothing",)), (2, ("240 tokens", "256", "max_new_tokens")), (4, ("system comes first",))):
         assert all(word in got[number]["error"] for word in words), got[number]
     assert got[1]["id"] == 7 and got[0]["text"] == answer("Who?", 1, 24)["text"]
     assert got[3]["text"] == answer("x" * 250, None, 6)["text"], "just fits"

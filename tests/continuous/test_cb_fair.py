@@ -208,3 +208,19 @@ def test_impossible_options(options: dict[str, Any]) -> None:
         with pytest.raises(ConfigError, match=name) as raised:
             call()
         assert str(value) in str(raised.value)
+
+
+def test_adapters_that_wait_are_copied_once_each() -> None:
+    """Many more wait than there are slots: what was brought in ahead is not put out again for what comes after it."""
+    names = [f"n{number}" for number in range(12)]
+    model = enabled({name: number for number, name in enumerate(names)}, max_loras=4)
+    before = model.multilora.status().resident
+    with running(model, batching(max_requests_per_batch=2)) as manager:
+        requests = [
+            manager.add_request(prompt(5, seed=i), adapter_id=name, max_new_tokens=20) for i, name in enumerate(names)
+        ]
+        outputs = Results(manager).wait(*requests)
+    for number, output in enumerate(outputs):
+        assert_answer(output, number, 20)
+    resident = model.multilora.status().resident
+    assert resident.evictions - before.evictions <= len(names)

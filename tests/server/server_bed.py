@@ -1,112 +1,36 @@
-"""A tiny Llama with a tokenizer of bytes, adapters that answer differently, and a real server of both in a thread.
-
-An adapter's *version* is a number from which its factors follow. What it is to answer is generate() of a bare model
-with the version worked into its weights; nothing of this package takes part in it.
-"""
+"""A tiny model and its adapters (`tiny_files`) behind a real server in a thread."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
-from functools import cache, lru_cache
-from pathlib import Path
+from functools import lru_cache
 from typing import Any
 
 import httpx
 import openai
 import torch
 import uvicorn
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from tiny_files import LENGTH, VOCAB, alone, build, chat_prompt, tokenizer, version
+from tiny_files import write_adapter as write
+from transformers import LlamaForCausalLM
 
 from hf_multilora import enable_multilora
 from hf_multilora.server import Engine, Settings, create_app
 
-SPECIAL = ["<s>", "</s>", "<|user|>", "<|bot|>"]
-VOCAB = 256 + len(SPECIAL)
-HIDDEN, INNER, LENGTH = 48, 80, 256
+__all__ = ["LENGTH", "VOCAB", "alone", "build", "chat_prompt", "tokenizer", "version", "write"]
+
 WAIT_S = 60.0
 BASE = "tiny"
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
-    "{{ raise_exception('system comes first') }}{% endif %}"
-    "<|user|>{{ m.role }}: {{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
-)
-_WIDTHS = {"q_proj": (HIDDEN, HIDDEN), "v_proj": (HIDDEN, HIDDEN // 2), "o_proj": (HIDDEN, HIDDEN)}
 
 
-@cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte."""
-    vocabulary = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    inner = Tokenizer(models.BPE(vocabulary, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens(SPECIAL)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE, model_max_length=LENGTH
-    )
-
-
-def build() -> LlamaForCausalLM:
-    """The bare base model, fp32; weights large enough that adapters and prompts show."""
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=LENGTH, bos_token_id=256, eos_token_id=257, pad_token_id=257,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else noise * (1.0 if "embed" in name else 0.15))
-        # Letters are likelier than what is no text; the end token comes now and then.
-        model.lm_head.weight[257].mul_(1.2)
-    model.config._name_or_path = f"somewhere/{BASE}"
-    return model.eval()
-
-
-def version(number: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors under PEFT's names and the adapter_config.json of this version."""
-    rank, generator = 2 + number % 5, torch.Generator().manual_seed(1000 + number)
-    tensors = {}
-    for layer in range(2):
-        for name, (inside, out) in _WIDTHS.items():
-            stem = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
-            tensors[f"{stem}A.weight"] = torch.randn(rank, inside, generator=generator) * inside**-0.5
-            tensors[f"{stem}B.weight"] = torch.randn(out, rank, generator=generator) * rank**-0.5
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": rank, "lora_alpha": 2 * rank}
-    return tensors, {**config, "target_modules": list(_WIDTHS)}
-
-
-def write(folder: Path, number: int) -> Path:
-    """This version as files in `folder`, in place of what is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors, config = version(number)
-    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
-    save_file(tensors, folder / "new", metadata={"format": "pt"})
-    os.replace(folder / "new", folder / "adapter_model.safetensors")
-    return folder
-
-
-@lru_cache(maxsize=32)
-def alone(number: int | None) -> LlamaForCausalLM:
-    """The bare model with this version worked into its weights."""
+def named() -> LlamaForCausalLM:
+    """The model, under the name that it is served by."""
     model = build()
-    if number is not None:
-        tensors, _ = version(number)
-        with torch.no_grad():
-            for name, a in tensors.items():
-                if "lora_A" in name:
-                    path = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-                    model.get_submodule(path).weight.add_(2.0 * tensors[name.replace("lora_A", "lora_B")] @ a)
+    model.config._name_or_path = f"somewhere/{BASE}"
     return model
 
 
@@ -131,12 +55,8 @@ def answer(prompt: str, number: int | None, new: int = 12) -> str:
     return tokenizer().decode(tokens(tuple(encode(prompt)), number, new), skip_special_tokens=True)
 
 
-def chat_prompt(content: str) -> str:
-    return f"<|user|>user: {content}<|bot|>"
-
-
 def engine(**options: Any) -> Engine:
-    model = enable_multilora(build(), max_loras=3, max_lora_rank=16, on_demand=False)
+    model = enable_multilora(named(), max_loras=3, max_lora_rank=16, on_demand=False)
     small = {"page_size": 16, "num_blocks": 128, "max_batch_tokens": 128, "max_requests_per_batch": 16}
     return Engine(model, tokenizer(), **{**small, **options})
 

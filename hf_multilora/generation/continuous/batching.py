@@ -228,11 +228,20 @@ class Batching:
             self.traffic.began(state)
         carriers = [carrier for carrier in map(carrier_of, gone) if carrier is not None]
         self.admission.went(carriers, self.scheduler.waiting_requests.values())
-        for key, standing in self.store.look(dict.fromkeys(turn.next)).items():
-            if isinstance(key, str) and standing is not None and standing.ready and not standing.resident:
+        self._bring_ahead(turn.next)
+
+    def _bring_ahead(self, keys: Sequence[Key]) -> None:
+        """While the batch runs, bring in the next adapter that waits for room in it. No more than there are slots to
+        spare: what was brought in ahead would go again for what comes after it."""
+        names = [key for key in dict.fromkeys(keys) if isinstance(key, str)][: self.store.spare()]
+        found = self.store.look(names)
+        standings = {name: standing for name in names if (standing := found[name]) is not None}
+        there = [name for name, standing in standings.items() if standing.resident]
+        for name, standing in standings.items():
+            if standing.ready and not standing.resident:
                 with suppress(AdapterNotFoundError):  # unloaded just now
-                    self.store.prefetch([key])  # while the batch runs; one at a time
-                break
+                    self.store.prefetch([*there, name])
+                return
 
     def fail(self, state: Any, error: BaseException) -> None:
         """End one request with an error, and the children that it would have had."""
