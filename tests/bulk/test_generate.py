@@ -115,7 +115,11 @@ def test_a_line_that_fails_fails_alone(generate, adapters, tmp_path):
         True,
         False,
     ]
-    for number, words in ((1, ("nothing",)), (2, ("240 tokens", "256", "max_new_tokens")), (4, ("system comes first",))):
+    for number, words in (
+        (1, ("nothing",)),
+        (2, ("240 tokens", "256", "max_new_tokens")),
+        (4, ("system comes first",)),
+    ):
         assert all(word in got[number]["error"] for word in words), got[number]
     assert got[1]["id"] == 7 and got[0]["text"] == answer("Who?", 1, 24)["text"]
     assert got[3]["text"] == answer("x" * 250, None, 6)["text"], "just fits"
