@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _LEVELS = ("critical", "error", "warning", "info", "debug")
 KEY_ENV = "HF_MULTILORA_API_KEY"
+# Clients let go of idle connections after 5 to 60 seconds. Were the server to do so first, a request might be on its way.
+_KEEP_ALIVE_S = 75
 
 
 def serve(
@@ -172,7 +174,14 @@ def run(engine: Engine, settings: Settings, listener: socket.socket, log_level: 
     logs: dict[str, Any] = copy.deepcopy(LOGGING_CONFIG)
     logs["handlers"]["access"]["stream"] = "ext://sys.stderr"  # stdout carries the result alone
     grace = int(settings.shutdown_timeout_s) + 5
-    config = uvicorn.Config(app, log_level=log_level, log_config=logs, timeout_graceful_shutdown=grace, lifespan="on")
+    config = uvicorn.Config(
+        app,
+        log_level=log_level,
+        log_config=logs,
+        lifespan="on",
+        timeout_graceful_shutdown=grace,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+    )
     server = Server(config)
     # uvicorn raises a signal again after it has stopped for it, which is no failure here.
     before = {number: signal.signal(number, _stopped) for number in (signal.SIGINT, signal.SIGTERM)}
