@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LEVELS = ("critical", "error", "warning", "info", "debug")
 KEY_ENV = "HF_MULTILORA_API_KEY"
-# Clients let go of idle connections after 5 to 60 seconds. Were the server to do so first, a request might be on its way.
+# Clients let go of idle connections after 5 to 60 seconds. Were the server first, a request might be on its way.
 _KEEP_ALIVE_S = 75
 
 
