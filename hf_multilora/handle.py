@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
 from .memory.registry import Loaded
 from .memory.store import AdapterStore
+from .parallel import Agreement, mesh_of
 from .peft_model import Takeover
 from .report import AdapterStatus, LoadReport, Status
 from .routing import Routing
@@ -98,6 +99,8 @@ class MultiLora:
         if config.extra_vocab_size:
             self.calls.vocabulary = Vocabulary(self._base_vocabulary(), config.extra_vocab_size)
         model.__dict__.pop("_compiled_call", None)
+        mesh = mesh_of(model)
+        self._agreement = self.calls.agreement = None if mesh is None else Agreement(mesh)
         self._wrappers = swap_in(self._survey.found, self._routing)
         self._bind()
         self._containers = containers(model, self._wrappers)
@@ -126,7 +129,9 @@ class MultiLora:
             if target.kind == "embedding":
                 op = EmbeddingOp(*common, target.out_features, self.config.max_lora_rank, workspace)
             else:
-                op = LinearOp(*common, target.in_features, target.widths, self.config.max_lora_rank, workspace)
+                here = [self._layout.site(target.path, i) for i in range(len(target.widths))]
+                widths = tuple(site.out_features for site in here)
+                op = LinearOp(*common, here[0].in_features, widths, self.config.max_lora_rank, workspace)
             wrapper.bind(frozenset(range(first, first + len(target.widths))), op)
         form_groups(self._single_places(), self._routing)
         extra, tied = self.config.extra_vocab_size, self._tied_embeddings()
@@ -234,7 +239,23 @@ class MultiLora:
     def _register(self, name: str, read: Callable[[], Loaded], reload: bool, in_memory: bool) -> LoadReport:
         if not isinstance(name, str) or not name or name == BASE:
             raise ConfigError(f"{name!r} cannot name an adapter: expected a non-empty string other than {BASE!r}.")
-        return self.store.register(name, read, reload=reload, evictable=not in_memory).report(hashed=False)
+        with self._alike("the adapters to load") as facts:
+            entry = self.store.register(name, read, reload=reload, evictable=not in_memory)
+            packed, about = entry.packed, entry.version.loaded
+            ranks = {site: rank for site, rank in packed.ranks.items() if rank} if packed is not None else {}
+            facts += [name, entry.generation, about.fingerprint, ranks]
+        if self._agreement is not None and packed is not None and packed.has_vectors:
+            entry.version = replace(entry.version, evictable=False)  # to read it again would need all ranks at once
+        return entry.report(hashed=False)
+
+    @contextmanager
+    def _alike(self, what: str) -> Iterator[list[Any]]:
+        """What happens in the block happens on all ranks of a tensor-parallel model, or is an error on all."""
+        if self._agreement is None:
+            yield []
+            return
+        with self._agreement.of(what) as facts:
+            yield facts
 
     def _read_once(self, box: list[dict[str, torch.Tensor]]) -> Callable[..., Loaded]:
         """A loader of tensors in memory that lets go of them: the packed block is what stays."""
@@ -260,6 +281,10 @@ class MultiLora:
         reload = bool(options.pop("reload", False))
         reads = {name: self._loader(source, **options) for name, source in sources.items()}
         reports = {}
+        if self._agreement is not None:  # one after the other, for ranks may have to read the base together
+            for name, source in sources.items():
+                reports[name] = self._register(name, reads[name], reload, isinstance(source, Mapping))
+            return reports
         remote = any(not isinstance(source, Mapping) and not Path(source).exists() for source in sources.values())
         with closing(read_ahead(reads, remote=remote)) as ahead:
             for name, read in logging.tqdm(ahead, desc="Loading adapters", unit="adapter", total=len(reads)):
@@ -300,6 +325,11 @@ class MultiLora:
             )
         for item in plan.saved:
             path = f"{item.path}.{item.name}".rpartition(".")[0]
+            if any(target.shard is not None for target in getattr(self._survey.found.get(path), "targets", ())):
+                raise UnsupportedAdapterError(
+                    f"{plan.source}: it saves {path!r} whole (modules_to_save), a layer that the ranks of this "
+                    "tensor-parallel model share: that is not served. Saved heads and embeddings are."
+                )
             if isinstance(self._wrappers.get(path), LoraRouter):
                 raise UnsupportedAdapterError(
                     f"{plan.source}: it saves the router {path!r} whole (modules_to_save), which is not served: "
@@ -354,7 +384,7 @@ class MultiLora:
         if source is not None:
             return self.load(source, name, reload=True, **options)
         version = self.store.entry(name).version
-        return self.store.register(name, version.load, reload=True, evictable=version.evictable).report(hashed=False)
+        return self._register(name, version.load, True, not version.evictable)
 
     def report(self, name: str) -> LoadReport:
         """The report of a registered adapter, with the hash of its content where it has no hub commit.
@@ -377,9 +407,11 @@ class MultiLora:
             busy = {n for key in call.lease.slots for n in names_of(key)}
             if name in busy:
                 raise SlotError(f"{name!r} is in use by the call that this runs in. Unload it after that call.")
-        if name in names_of(self.calls.default):
-            self.calls.default = None
-        self.store.unload(name)
+        with self._alike("the adapters to unload") as facts:
+            if name in names_of(self.calls.default):
+                self.calls.default = None
+            self.store.unload(name)
+            facts.append(name)
 
     def pin(self, name: str) -> None:
         """Bring an adapter into a slot and keep it there, and in host memory, until `unpin`.

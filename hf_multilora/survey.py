@@ -19,6 +19,7 @@ from .errors import ConfigError, ModelError, closest
 from .layers import LoraLayer, experts, wrapper_for
 from .layers.linear import LoraHead, LoraLinear
 from .layers.router import LoraRouter
+from .parallel import shard_of
 from .sources import outside_of_text, refusal, scattered, slices
 
 
@@ -92,11 +93,17 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
             else:
                 untargeted.update(target.path for target in block.targets)
             continue
+        shard = None
         if reason is None:
             try:
                 inside, out = wrapper.dimensions(module)
             except ValueError as error:
                 reason = f"its size is unknown: {error}"
+        if reason is None:
+            try:
+                shard = shard_of(module, isinstance(module, Conv1D))
+            except ValueError as error:
+                reason = str(error)
         if reason is not None:
             refused[path] = reason
         elif not selected(path, config.target_modules):
@@ -113,6 +120,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
                 wrapper.output_scale(module),
                 transposed=isinstance(module, Conv1D),
                 has_bias=wrapper.kind == "linear" and getattr(module, "bias", None) is not None,
+                shard=shard,
             )
             found[path] = Found(module, wrapper, (target,), [(parent, name)], scattered(model, path))
     _check_selection(config, found, blocks, refused, modules)

@@ -64,7 +64,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
             if "lora_" not in path or "magnitude" in path:
                 continue
             noise = torch.randn(parameter.shape, generator=generator)
-            if "lora_embedding_A" in path:
+            if "lora_embedding_A" in path or parameter.dim() == 1:
                 parameter.copy_(noise * 0.3)
             elif "lora_A" in path:
                 parameter.copy_(noise / math.sqrt(parameter.shape[1]))

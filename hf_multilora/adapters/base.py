@@ -17,6 +17,11 @@ def is_plain(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and not tensor.is_meta and tensor.is_floating_point() and tensor.element_size() > 1
 
 
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter as a whole. Where ranks share it all of them must ask: they load the same adapters in one order."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 @dataclass(frozen=True)
 class Base:
     """Reads the base, or what a checkpoint puts in its place.
@@ -61,7 +66,7 @@ class Base:
                 "(quantised, or offloaded). Load the base in half precision, on one device."
             )
         assert tensor is not None
-        return tensor.detach()
+        return gathered(tensor).detach()
 
     def weight(self, part: Part, why: str) -> torch.Tensor:
         """The rows of a layer's weight that a part stands for, [rows, in] (an embedding: [d, V]); a view."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError, closest
-from .base import Base, is_plain
+from .base import Base, gathered, is_plain
 from .checkpoint import Checkpoint, TensorRef
 from .complete import saved_root, within
 from .config import AdapterSpec
@@ -164,7 +164,7 @@ def _take_whole(
                 "told: the model's own is quantised or offloaded, and can neither be compared nor replaced."
             )
         assert tensor is not None
-        same = same_numbers(checkpoint.read(key.name), tensor)
+        same = same_numbers(checkpoint.read(key.name), gathered(tensor))
         if same is not None:
             _note_copy(key, {(same, tensor.dtype)}, others)
             return False

@@ -13,6 +13,8 @@ from functools import cached_property
 
 import torch
 
+from .shards import Shard
+
 # Projections that some models fuse into one layer: name of the fused layer -> its parts, in the order of its rows.
 # Only layouts that simply stack their parts belong here (the query_key_value of GPT-NeoX, Falcon and BLOOM interleaves
 # them by head, and exists only fused).
@@ -39,6 +41,7 @@ class Target:
         transposed: its weight is stored as [in, out] (GPT-2's Conv1D).
         has_bias: it adds a bias of its own, the parameter "bias".
         experts: how many there are; 0 for anything but experts.
+        shard: what this rank computes of it; None: all. Widths and slices are those of the whole layer.
     """
 
     path: str
@@ -50,6 +53,7 @@ class Target:
     transposed: bool = False
     has_bias: bool = False
     experts: int = 0
+    shard: Shard | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "embedding", "experts"):

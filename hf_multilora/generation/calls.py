@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from ..errors import ModelError, RoutingError
 from ..memory.lease import Lease
 from ..memory.store import AdapterStore
+from ..parallel import Agreement
 from ..routing import SAVED, Force, Idle, Routing
 from ..rows import RowState
 from .cache import StateTags, cached_length, check_cache, find_cache, write_tag
@@ -102,6 +103,7 @@ class Calls:
         self._gate = Gate()
         self._idle = Idle(self._serve)
         self.vocabulary: Vocabulary | None = None  # where adapters may own tokens
+        self.agreement: Agreement | None = None  # of the ranks of a tensor-parallel model
         self.compiled = False  # the user has compiled the model: such calls cannot publish their rows; blocks do
         self._runner: int | None = None  # the thread inside a forward; written under the lock
         self._running: list[RowState | None] = []  # states of that forward and of those that it is nested in
@@ -162,7 +164,12 @@ class Calls:
         """
         keys, uniform = to_keys(ids, rows)
         distinct = self.distinct(keys)
-        self.ensure(distinct)
+        if self.agreement is None:
+            self.ensure(distinct)
+        else:
+            with self.agreement.of("the adapters of a call") as facts:
+                self.ensure(distinct)
+                facts += [keys, [self.store.entry(name).generation for key in distinct for name in names_of(key)]]
         # Whoever holds the model's lock must not wait for slots: those who have them may be waiting for the lock.
         outer = self.current()
         with self._gate.through(nested=outer is not None):

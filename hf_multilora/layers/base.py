@@ -11,12 +11,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from types import MethodType
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
-from ..errors import RoutingError
+from ..errors import ModelError, RoutingError
+from ..parallel import Seam, seam_of
 from ..routing import Routing
 from ..rows import RowState
 from .direct import direct
@@ -38,6 +40,7 @@ _OWN = (
     "_rare",
     "_direct",
     "_behind",
+    "_seam",
 )
 
 
@@ -59,6 +62,7 @@ class LoraLayer(nn.Module):
     _path: str
     _scattered: str  # why its inputs do not begin with rows; empty where they do
     _direct: Callable[[torch.Tensor], torch.Tensor]  # the base's forward
+    _seam: Seam | None  # what it took over from a layer whose inputs are split over ranks
     _rare = False  # whether adapters seldom train it: tokens, logits, experts, routers
     _behind = False  # whether it lies behind the place where tokens without logits are left out
 
@@ -77,8 +81,32 @@ class LoraLayer(nn.Module):
             _scattered=scattered,
             _group=None,
             _direct=direct(base),
+            _seam=None,
         )
+        self._enter_seam()
         return self
+
+    def _enter_seam(self) -> None:
+        """Where ranks sum over their parts of the inputs, adapters add theirs before the sum: inside of the forward
+        that transformers has put on the layer. That goes to the wrapper, around the wrapper's own."""
+        seam = seam_of(self.base_layer)
+        if seam is None or seam.style is None or not type(seam.style).__name__.startswith("Rowwise"):
+            return
+        base = self.base_layer.__dict__
+        del base["forward"]
+        if getattr(seam.own, "__func__", None) is not type(self.base_layer).forward:
+            base["forward"] = seam.own
+        inner = MethodType(type(self).forward, self)
+
+        def own(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(x, torch.Tensor) and hasattr(x, "device_mesh") and self._routing.state is not None:
+                raise ModelError(
+                    f"{self._path} is split over ranks, and computes with gradients here. Call the model under "
+                    "torch.no_grad() to serve adapters."
+                )
+            return inner(x, *args, **kwargs)
+
+        self.__dict__.update(_seam=seam, forward=seam.around(own))
 
     @classmethod
     def dimensions(cls, base: nn.Module) -> tuple[int, int]:
@@ -110,6 +138,8 @@ class LoraLayer(nn.Module):
         base = self.base_layer
         self.__dict__["_group"] = None
         base.__dict__.update(self._shared())
+        if self._seam is not None:
+            base.__dict__["forward"] = self._seam.forward
         if "_hf_hook" in self.__dict__:
             from accelerate.hooks import add_hook_to_module
 

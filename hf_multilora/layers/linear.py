@@ -10,6 +10,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from ..parallel import seam_of
 from ..rows import RowState
 from .base import HOOKED, LoraLayer
 from .registry import register_layer
@@ -147,5 +148,11 @@ def may_group(wrapper: LoraLayer) -> bool:
         isinstance(wrapper, LoraLinear)
         and all(getattr(type(wrapper), name) is getattr(LoraLinear, name) for name in own)
         and not wrapper._scattered
-        and wrapper.base_layer.__dict__.keys().isdisjoint(HOOKED)
+        and (wrapper.base_layer.__dict__.keys().isdisjoint(HOOKED) or _split(wrapper))
     )
+
+
+def _split(wrapper: LoraLayer) -> bool:
+    """Whether all that is on its base layer is transformers' forward of a layer whose outputs are split."""
+    hooks = wrapper.base_layer.__dict__.keys() & set(HOOKED)
+    return hooks == {"forward"} and seam_of(wrapper.base_layer) is not None

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ..errors import RoutingError
 from ..packed import PackedState
+from ..parallel import whole
 from ..rows import RowState, Saved
 from .base import LoraLayer
 
@@ -47,7 +48,7 @@ def select(state: RowState, slot: int, own: torch.Tensor, y: torch.Tensor, place
 
 def run_with(module: nn.Module, saved: Saved, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The module's forward with an adapter's tensors in place of its own."""
-    return torch.func.functional_call(module, dict(saved.parameters), args, dict(kwargs))
+    return torch.func.functional_call(whole(module), dict(saved.parameters), args, dict(kwargs))
 
 
 class SavedLayer(LoraLayer):

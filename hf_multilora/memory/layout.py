@@ -24,9 +24,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ..adapters.shards import Ranges, Shard, length, within
+
 if TYPE_CHECKING:
     from ..adapters.targets import Target
 
+_ALL = Shard(0)
 FACTOR_ALIGN = 64
 SLOT_ALIGN = 256
 META = 5  # entries of a site in the header
@@ -39,7 +42,12 @@ def align(nbytes: int, to: int) -> int:
 
 @dataclass(frozen=True)
 class Site:
-    """One slice of one wrapped layer; `out_features` is the width of the slice."""
+    """One slice of one wrapped layer; `out_features` is the width of the slice.
+
+    Where ranks share the layer, features are this rank's; `whole` are (in, out) of all ranks together, `rows` and
+    `columns` this rank's outputs and inputs among them (None: all), and `first` tells the rank that adds what must be
+    added once to a sum over ranks.
+    """
 
     index: int
     path: str
@@ -48,6 +56,14 @@ class Site:
     in_features: int  # embedding: rows of the table
     out_features: int
     experts: int = 0  # of a block of experts
+    whole: tuple[int, int] = (0, 0)
+    rows: Ranges | None = None
+    columns: Ranges | None = None
+    first: bool = True
+
+    def __post_init__(self) -> None:
+        if self.whole == (0, 0):
+            object.__setattr__(self, "whole", (self.in_features, self.out_features))
 
     def a_shape(self, rank: int, experts: int | None = None) -> tuple[int, ...]:
         """Shape of the A factor as it is stored; `experts`: factors of its own, 1 where all share one."""
@@ -96,9 +112,26 @@ class Layout:
         """Number the slices of `targets` (module path -> Target) in the mapping's order."""
         sites: list[Site] = []
         for target in targets.values():
+            start = 0
+            shard: Shard = getattr(target, "shard", None) or _ALL
             for i, width in enumerate(target.widths):
                 inside, experts = target.in_features, target.experts
-                sites.append(Site(len(sites), target.path, i, target.kind, inside, width, experts))
+                rows = None if shard.rows is None else within(shard.rows, start, start + width)
+                site = Site(
+                    len(sites),
+                    target.path,
+                    i,
+                    target.kind,
+                    inside if shard.columns is None else length(shard.columns),
+                    width if rows is None else length(rows),
+                    experts,
+                    whole=(inside, width),
+                    rows=rows,
+                    columns=shard.columns,
+                    first=shard.columns is None or shard.rank == 0,
+                )
+                sites.append(site)
+                start += width
         return cls(sites)
 
     def site(self, path: str, slice: int = 0) -> Site:

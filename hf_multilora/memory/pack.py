@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import AdapterMatchError
+from ..adapters.shards import cut
+from ..errors import AdapterMatchError, UnsupportedAdapterError
 from .build import Builder, Fill, Vector, concatenated, copied, header_of
 from .contents import check_plain
 from .direct import Recipe, stored_of
@@ -149,16 +150,20 @@ def pack(
             raise AdapterMatchError(f"{factor.path!r}, slice {factor.slice}: no such site in this model.") from None
         if site.index in builder.ranks:
             raise AdapterMatchError(f"{factor.path!r}, slice {factor.slice}: two factors for one site.")
-        gain, shift = factor.gain, factor.shift
+        gain, shift = factor.gain, factor.shift if site.first else None
+        if site.columns is not None and gain is not None and factor.shift is not None:
+            raise UnsupportedAdapterError(
+                f"{factor.path!r}: DoRA on a layer with a bias whose inputs are split over ranks is not served."
+            )
         if site.kind == "experts":
             _add_experts(builder, factor, site)
         elif factor.rank:
             builder.add(
                 site.index,
                 factor.rank,
-                ("a", factor.a, factor.rank, site.kind),
+                ("a", factor.a, factor.rank, site.kind, site.columns),
                 _read_a(factor, site),
-                ("b", factor.b, factor.rank, factor.scaling, gain),
+                ("b", factor.b, factor.rank, factor.scaling, gain, site.rows),
                 _read_b(factor, site, gain),
             )
         if gain is not None or shift is not None:
@@ -256,8 +261,8 @@ def _add_experts(builder: Builder, factor: Factor, site: Site) -> None:
 
 
 def _read_a(factor: Factor, site: Site) -> Fill:
-    shape = (factor.rank, site.in_features)
-    stored = stored_of(factor.a)
+    shape = (factor.rank, site.whole[0])
+    stored = stored_of(factor.a) if site.columns is None else None
     if stored is not None:
         _check(factor, "A", stored.shape, shape)
         return Recipe(stored, transposed=site.kind == "embedding")
@@ -266,22 +271,24 @@ def _read_a(factor: Factor, site: Site) -> Fill:
         assert factor.a is not None, "factors of rank 0 have no A"
         a = factor.a.read()
         _check(factor, "A", a.shape, shape)
-        out.copy_(a.t() if site.kind == "embedding" else a)
+        out.copy_(a.t() if site.kind == "embedding" else cut(a, site.columns, 1))
 
     return fill
 
 
 def _read_b(factor: Factor, site: Site, gain: Any) -> Fill:
-    shape = (site.out_features, factor.rank)
-    stored = stored_of(factor.b) if gain is None else None
+    shape = (site.whole[1], factor.rank)
+    stored = stored_of(factor.b) if gain is None and (site.rows is None or len(site.rows) == 1) else None
     if stored is not None:
         _check(factor, "B", stored.shape, shape)
+        stored = stored if site.rows is None else stored.rows(*site.rows[0])
         return Recipe(stored, transposed=True, scale=factor.scaling)
 
     def fill(out: torch.Tensor) -> None:
         assert factor.b is not None, "factors of rank 0 have no B"
         b = factor.b.read()
         _check(factor, "B", b.shape, shape)
+        b = cut(b, site.rows, 0)
         if gain is not None:
             columns = _read_vector(factor, "gain", gain, site).mul(factor.scaling)
             out.copy_(b.t().to("cpu", torch.float32) * columns)
@@ -306,8 +313,8 @@ def _vector(factor: Factor, name: str, ref: Any, site: Site) -> Vector | None:
 
 def _read_vector(factor: Factor, name: str, ref: Any, site: Site) -> torch.Tensor:
     vector: torch.Tensor = ref.read()
-    _check(factor, name, vector.shape, (site.out_features,))
-    return vector.to("cpu", torch.float32)
+    _check(factor, name, vector.shape, (site.whole[1],))
+    return cut(vector, site.rows, 0).to("cpu", torch.float32)
 
 
 def _check(factor: Factor, name: str, found: Sequence[int], shape: tuple[int, ...]) -> None:

@@ -1,0 +1,46 @@
+"""Ranks of a tensor-parallel model, each a process: what they do is a function of `scenes`, what they found is JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+WAIT_S = 240
+
+
+def start(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu") -> list[subprocess.Popen[str]]:
+    """Start the ranks; they end by themselves."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(ranks):
+        env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "TP_DEVICE": device}
+        env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), *env.get("PYTHONPATH", "").split(os.pathsep)])
+        command = [sys.executable, str(HERE / "scenes.py"), scene, *arguments]
+        processes.append(
+            subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        )
+    return processes
+
+
+def play(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu") -> list[dict[str, Any]]:
+    """What each rank found; fails where one of them does."""
+    with tempfile.TemporaryDirectory() as folder:
+        processes = start(scene, *arguments, folder, ranks=ranks, device=device)
+        try:
+            said = [process.communicate(timeout=WAIT_S)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+        for rank, process in enumerate(processes):
+            assert process.returncode == 0, f"rank {rank}: {process.returncode}\n{said[rank][-4000:]}"
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]

@@ -1,0 +1,213 @@
+"""What ranks do (see `ranks`). Each scene compares the split model with a whole one in the same process."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from models import FAMILIES, prompts
+from oracle import make_adapter, relative_error, specs
+
+from hf_multilora import enable_multilora
+from hf_multilora.errors import ModelError, MultiLoraError
+
+NEW = 6
+SCENES: dict[str, Callable[..., Any]] = {}
+
+
+def scene(play: Callable[..., Any]) -> Callable[..., Any]:
+    SCENES[play.__name__] = play
+    return play
+
+
+def device() -> str:
+    return os.environ["TP_DEVICE"] + (f":{dist.get_rank()}" if os.environ["TP_DEVICE"] == "cuda" else "")
+
+
+def families(name: str) -> Any:
+    """A copy of one of the families' models whose every width divides by the ranks."""
+    return FAMILIES[name].build()
+
+
+def saved(name: str, folder: str) -> tuple[Path, dict[str, Path]]:
+    """The model and its adapters as files, made by rank 0."""
+    place, base = Path(folder), families(name)
+    kinds = {**specs(FAMILIES[name])}
+    kinds["dora"] = {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": list(FAMILIES[name].attention)}
+    kinds["biased"] = {"r": 4, "lora_alpha": 8, "lora_bias": True, "target_modules": list(FAMILIES[name].mlp)}
+    kinds["head"] = {
+        "r": 2, "lora_alpha": 4, "target_modules": list(FAMILIES[name].attention), "modules_to_save": ["lm_head"],
+    }  # fmt: skip
+    folders = {kind: place / kind for kind in kinds}
+    if dist.get_rank() == 0:
+        base.save_pretrained(place / "base")
+        for seed, (kind, options) in enumerate(kinds.items()):
+            make_adapter(base, folders[kind], seed, **options)
+    dist.barrier()
+    return place / "base", folders
+
+
+def split(place: Path) -> Any:
+    """The model over all ranks."""
+    if hasattr(transformers, "DistributedConfig") or "distributed" in dir(transformers):
+        from transformers.distributed import DistributedConfig
+
+        fields = DistributedConfig.__dataclass_fields__
+        if "tp_size" in fields:
+            config = DistributedConfig(tp_size=dist.get_world_size())
+            return transformers.AutoModelForCausalLM.from_pretrained(place, distributed_config=config).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(place, tp_plan="auto").eval()
+
+
+def tokens(model: Any, inputs: dict[str, torch.Tensor], ids: Any, **options: Any) -> list[list[int]]:
+    given = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0, **options}
+    out = model.generate(**inputs, adapter_ids=ids, **given)
+    return out[:, inputs["input_ids"].shape[1] :].tolist()
+
+
+@scene
+def mixed(family: str, folder: str) -> dict[str, Any]:
+    """Logits and tokens of mixed batches, more adapters than slots, as one process computes them."""
+    place, folders = saved(family, folder)
+    whole = enable_multilora(families(family).to(device()), max_loras=4)
+    parts = split(place)
+    bare = parts(**on(prompts(3, seed=3))).logits
+    shared = enable_multilora(parts, max_loras=4)
+    refused = {}
+    for name, adapter in folders.items():
+        whole.multilora.load(adapter, name)
+        try:
+            shared.multilora.load(adapter, name)
+        except MultiLoraError as error:
+            refused[name] = str(error)
+    kinds = [name for name in folders if name not in refused]
+    errors, told = {}, {}
+    for first in range(0, len(kinds), 3):
+        some = kinds[first : first + 3]
+        ids: list[Any] = [None, *some, some[0]]
+        inputs = on(prompts(len(ids), seed=first))
+        with torch.no_grad():
+            want, got = (model(**inputs, adapter_ids=ids).logits for model in (whole, shared))
+            plain = whole(**inputs).logits
+        for row, name in enumerate(ids):
+            real = inputs["attention_mask"][row].bool()
+            errors[f"{name} {row}"] = relative_error(got[row][real], want[row][real])
+            if name is not None:
+                told[name] = relative_error(want[row][real], plain[row][real])
+    inputs = on(prompts(6, seed=9))
+    ids = [kinds[0], None, kinds[1], {kinds[0]: 0.5, kinds[2]: -1.0}, kinds[2], kinds[0]]
+    alike = tokens(shared, inputs, ids) == tokens(whole, inputs, ids)
+    wide = [kinds[i % len(kinds)] for i in range(8)]
+    waves = tokens(shared, on(prompts(8, seed=2)), wide) == tokens(whole, on(prompts(8, seed=2)), wide)
+    shared.multilora.load(folders[kinds[1]], kinds[0], reload=True)
+    whole.multilora.load(folders[kinds[1]], kinds[0], reload=True)
+    again = tokens(shared, inputs, ids) == tokens(whole, inputs, ids)
+    shared.multilora.unload(kinds[0])
+    layers = {
+        path: (site.in_features, site.out_features) for path, site in
+        ((site.path, site) for site in shared.multilora._layout.sites)
+    }  # fmt: skip
+    from hf_multilora import disable_multilora
+
+    disable_multilora(shared)
+    with torch.no_grad():
+        undone = torch.equal(bare, shared(**on(prompts(3, seed=3))).logits)
+    return {
+        "errors": errors, "told": told, "alike": alike, "waves": waves, "again": again, "refused": refused,
+        "undone": undone, "layers": layers,
+    }  # fmt: skip
+
+
+@scene
+def compiled(family: str, folder: str) -> dict[str, Any]:
+    """The same from compiled forwards (without a backend: what Dynamo makes of it runs as it is)."""
+    place, folders = saved(family, folder)
+    whole = enable_multilora(families(family).to(device()), max_loras=4)
+    shared = enable_multilora(split(place), max_loras=4)
+    for model in (whole, shared):
+        for name in ("r8", "r3", "r1"):
+            model.multilora.load(folders[name], name)
+    backend = "inductor" if os.environ["TP_DEVICE"] == "cuda" else "eager"
+    step = torch.compile(shared, backend=backend)
+    ids = ["r8", None, "r3", "r1"]
+    inputs = on(prompts(4, seed=5))
+    with torch.no_grad(), shared.multilora.use(ids):
+        got = step(**inputs).logits
+    with torch.no_grad():
+        want = whole(**inputs, adapter_ids=ids).logits
+    real = inputs["attention_mask"].bool()
+    return {"error": relative_error(got[real], want[real])}
+
+
+@scene
+def disagreement(family: str, folder: str) -> dict[str, Any]:
+    """Ranks that do different things hear of it, and go on."""
+    place, folders = saved(family, folder)
+    shared, rank = enable_multilora(split(place), max_loras=4), dist.get_rank()
+    shared.multilora.load(folders["r8"], "a")
+    said = {}
+    for what, act in {
+        "name": lambda: shared.multilora.load(folders["r8"], f"b{rank}"),
+        "content": lambda: shared.multilora.load(folders["r3" if rank else "r8"], "c"),
+        "ids": lambda: tokens(shared, on(prompts(2)), ["a", None] if rank else [None, "a"]),
+        "unknown": lambda: tokens(shared, on(prompts(2)), "a" if rank else "nobody"),
+    }.items():
+        try:
+            act()
+        except (ModelError, MultiLoraError) as error:
+            said[what] = f"{type(error).__name__}: {error}"
+    good = tokens(shared, on(prompts(2)), ["a", None])
+    return {"said": said, "good": good}
+
+
+@scene
+def gradients(family: str, folder: str) -> dict[str, Any]:
+    """Without torch.no_grad() a layer that is split by its inputs computes with DTensors: refused by name."""
+    place, folders = saved(family, folder)
+    shared = enable_multilora(split(place), max_loras=4)
+    shared.multilora.load(folders["r8"], "a")
+    try:
+        shared(**on(prompts(2)), adapter_ids=["a", None])
+    except ModelError as error:
+        return {"said": str(error)}
+    return {"said": ""}
+
+
+@scene
+def killed(family: str, folder: str) -> dict[str, Any]:
+    """Rank 1 goes away in the middle; rank 0 has an error, and no endless wait."""
+    place, folders = saved(family, folder)
+    shared = enable_multilora(split(place), max_loras=4)
+    shared.multilora.load(folders["r8"], "a")
+    tokens(shared, on(prompts(2)), ["a", None])
+    print("ready", flush=True)
+    while True:
+        tokens(shared, on(prompts(2)), ["a", None], max_new_tokens=200)
+
+
+def on(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.to(device()) for name, tensor in inputs.items()}
+
+
+def main() -> None:
+    name, *arguments, folder = sys.argv[1:]
+    torch.set_num_threads(1)
+    if os.environ["TP_DEVICE"] == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if os.environ["TP_DEVICE"] == "cuda" else "gloo")
+    found = SCENES[name](*arguments, folder)
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # what is captured or compiled may hold the group
+
+
+if __name__ == "__main__":
+    main()
