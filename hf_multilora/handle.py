@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from .adapters.load import load_plan
 from .adapters.plan import AdapterPlan, SavedParam
+from .adapters.source import version
 from .config import MultiLoraConfig
 from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, UnsupportedAdapterError, closest
 from .generation.calls import Calls
@@ -217,6 +218,8 @@ class MultiLora:
             if isinstance(source, Mapping):
                 raise ConfigError("Tensors in memory need a name: load(tensors, name, config=...).")
             name = os.fspath(source)
+        if self._agreement is not None:
+            self._agreement.check("the adapter to load", name, _content(source), config, revision, subfolder)
         read = self._loader(
             source,
             config=config,
@@ -278,13 +281,11 @@ class MultiLora:
         Args:
             options: as for `load`.
         """
+        if self._agreement is not None:  # one after the other, for ranks may have to read the base together
+            return {name: self.load(source, name, **options) for name, source in sources.items()}
         reload = bool(options.pop("reload", False))
         reads = {name: self._loader(source, **options) for name, source in sources.items()}
         reports = {}
-        if self._agreement is not None:  # one after the other, for ranks may have to read the base together
-            for name, source in sources.items():
-                reports[name] = self._register(name, reads[name], reload, isinstance(source, Mapping))
-            return reports
         remote = any(not isinstance(source, Mapping) and not Path(source).exists() for source in sources.values())
         with closing(read_ahead(reads, remote=remote)) as ahead:
             for name, read in logging.tqdm(ahead, desc="Loading adapters", unit="adapter", total=len(reads)):
@@ -586,3 +587,11 @@ class MultiLora:
 
 def estimate(layout: Layout, config: MultiLoraConfig, dtype: torch.dtype) -> dict[str, Any]:
     return estimate_layout(layout, config.max_loras, config.max_lora_rank, dtype, slot_bytes=config.slot_bytes)
+
+
+def _content(source: Any) -> Any:
+    """What tells apart what ranks are to load: names and sizes, and the ends of files."""
+    if isinstance(source, Mapping):
+        return sorted((name, tuple(tensor.shape)) for name, tensor in source.items())
+    folder = Path(source)
+    return version("", folder.glob("adapter_*")) if folder.is_dir() else os.fspath(source)

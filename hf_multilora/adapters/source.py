@@ -6,9 +6,10 @@ its kind. `register_resolver` adds one in front (an object store, a private regi
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ WEIGHTS = (
 # Files of a Trainer checkpoint that hold no weights of the adapter.
 _TRAINER = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state.*)\.(bin|pt|pth|safetensors)")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_END = 1 << 16  # bytes at either end of a file that are compared
 
 
 @dataclass(frozen=True)
@@ -199,3 +201,19 @@ def _not_found(source: str) -> str:
     if HUB_ID.fullmatch(source):
         return f"{here}.{near}"
     return f"{here}.{near} It is no hub id either: those have the form 'org/name'."
+
+
+def version(name: str, files: Iterable[Path]) -> str:
+    """A hash that changes with the files: of their names, their sizes and both of their ends.
+
+    A file of weights that was trained again differs there; reading all of it would take as long as loading it.
+    """
+    digest = hashlib.sha256(name.encode())
+    for path in sorted(files):
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"\0{path.name}\0{size}\0".encode())
+            digest.update(file.read(_END))
+            file.seek(max(size - _END, 0))
+            digest.update(file.read(_END))
+    return digest.hexdigest()[:16]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..adapters.source import CONFIG, HUB_ID, Request, resolve
+from ..adapters.source import CONFIG, HUB_ID, Request, resolve, version
 from ..errors import AdapterNotFoundError, ConfigError, MultiLoraError, closest
 
-_END = 1 << 16  # bytes at either end of a file that are compared
 _KINDS = (".json", ".safetensors", ".bin", ".pt", ".model", ".jinja")
 
 
@@ -88,22 +85,6 @@ class Adapters:
             return f"no adapter {name!r}: no such path, and no hub id. --adapters FOLDER says where names are."
         names = sorted(path.parent.name for path in self._folder.glob(f"*/{CONFIG}"))
         return f"no adapter {name!r} in {self._folder}, no such path, and no hub id.{closest(name, names)}"
-
-
-def version(name: str, files: Iterable[Path]) -> str:
-    """A hash that changes with the files: of their names, their sizes and both of their ends.
-
-    A file of weights that was trained again differs there; reading all of it would take as long as loading it.
-    """
-    digest = hashlib.sha256(name.encode())
-    for path in sorted(files):
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(f"\0{path.name}\0{size}\0".encode())
-            digest.update(file.read(_END))
-            file.seek(max(size - _END, 0))
-            digest.update(file.read(_END))
-    return digest.hexdigest()[:16]
 
 
 def model_version(name: str) -> str:

@@ -272,7 +272,7 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
             return fn(*args, **kwargs)
     if ids is None:
         ids = calls.default
-    if ids is None and calls.vocabulary is None:
+    if ids is None and calls.vocabulary is None and calls.agreement is None:
         return fn(*args, **kwargs)
     if len(args) > 1:  # what decides about waves is looked up by name
         names = [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..errors import ModelError, RoutingError
+from ..errors import RoutingError
 from ..parallel import Seam, seam_of
 from ..routing import Routing
 from ..rows import RowState
@@ -96,17 +96,7 @@ class LoraLayer(nn.Module):
         del base["forward"]
         if getattr(seam.own, "__func__", None) is not type(self.base_layer).forward:
             base["forward"] = seam.own
-        inner = MethodType(type(self).forward, self)
-
-        def own(x: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(x, torch.Tensor) and hasattr(x, "device_mesh") and self._routing.state is not None:
-                raise ModelError(
-                    f"{self._path} is split over ranks, and computes with gradients here. Call the model under "
-                    "torch.no_grad() to serve adapters."
-                )
-            return inner(x, *args, **kwargs)
-
-        self.__dict__.update(_seam=seam, forward=seam.around(own))
+        self.__dict__.update(_seam=seam, forward=seam.around(MethodType(type(self).forward, self)))
 
     @classmethod
     def dimensions(cls, base: nn.Module) -> tuple[int, int]:

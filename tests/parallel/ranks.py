@@ -24,7 +24,9 @@ def start(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu") -> l
     for rank in range(ranks):
         env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
         env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "TP_DEVICE": device}
-        env["PYTHONPATH"] = os.pathsep.join([str(HERE), str(HERE.parent), *env.get("PYTHONPATH", "").split(os.pathsep)])
+        env["PYTHONPATH"] = os.pathsep.join(
+            [str(HERE), str(HERE.parent), *env.get("PYTHONPATH", "").split(os.pathsep)]
+        )
         command = [sys.executable, str(HERE / "scenes.py"), scene, *arguments]
         processes.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

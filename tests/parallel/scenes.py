@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import torch.distributed as dist
 import transformers
 from models import FAMILIES, prompts
 from oracle import make_adapter, relative_error, specs
+from transformers.distributed import DistributedConfig
 
-from hf_multilora import enable_multilora
+from hf_multilora import disable_multilora, enable_multilora
 from hf_multilora.errors import ModelError, MultiLoraError
 
 NEW = 6
@@ -36,6 +38,7 @@ def families(name: str) -> Any:
     return FAMILIES[name].build()
 
 
+@functools.cache
 def saved(name: str, folder: str) -> tuple[Path, dict[str, Path]]:
     """The model and its adapters as files, made by rank 0."""
     place, base = Path(folder), families(name)
@@ -54,16 +57,15 @@ def saved(name: str, folder: str) -> tuple[Path, dict[str, Path]]:
     return place / "base", folders
 
 
-def split(place: Path) -> Any:
-    """The model over all ranks."""
-    if hasattr(transformers, "DistributedConfig") or "distributed" in dir(transformers):
-        from transformers.distributed import DistributedConfig
-
-        fields = DistributedConfig.__dataclass_fields__
-        if "tp_size" in fields:
-            config = DistributedConfig(tp_size=dist.get_world_size())
-            return transformers.AutoModelForCausalLM.from_pretrained(place, distributed_config=config).eval()
-    return transformers.AutoModelForCausalLM.from_pretrained(place, tp_plan="auto").eval()
+def split(place: Path, plan: Mapping[str, str] | None = None) -> Any:
+    """The model over all ranks, by its own plan or with some of it changed."""
+    given: Any = {"tp_size": dist.get_world_size()}
+    if plan is not None:
+        config = transformers.AutoConfig.from_pretrained(place)
+        own = {f"model.{path}": style for path, style in config.base_model_tp_plan.items()}
+        given["tp_plan"] = {**own, "lm_head": "colwise_gather_output", **plan}
+    config = DistributedConfig(**given)
+    return transformers.AutoModelForCausalLM.from_pretrained(place, distributed_config=config).eval()
 
 
 def tokens(model: Any, inputs: dict[str, torch.Tensor], ids: Any, **options: Any) -> list[list[int]]:
@@ -72,12 +74,21 @@ def tokens(model: Any, inputs: dict[str, torch.Tensor], ids: Any, **options: Any
     return out[:, inputs["input_ids"].shape[1] :].tolist()
 
 
+PACKED = {"model.layers.*.mlp.gate_up_proj": "packed_colwise", "model.layers.*.mlp.down_proj": "rowwise"}
+
+
 @scene
-def mixed(family: str, folder: str) -> dict[str, Any]:
+def packed(family: str, folder: str) -> dict[str, Any]:
+    """A layer that holds gate and up: each rank has some of both."""
+    return mixed(family, folder, PACKED)
+
+
+@scene
+def mixed(family: str, folder: str, plan: Mapping[str, str] | None = None) -> dict[str, Any]:
     """Logits and tokens of mixed batches, more adapters than slots, as one process computes them."""
     place, folders = saved(family, folder)
     whole = enable_multilora(families(family).to(device()), max_loras=4)
-    parts = split(place)
+    parts = split(place, plan)
     bare = parts(**on(prompts(3, seed=3))).logits
     shared = enable_multilora(parts, max_loras=4)
     refused = {}
@@ -110,12 +121,7 @@ def mixed(family: str, folder: str) -> dict[str, Any]:
     whole.multilora.load(folders[kinds[1]], kinds[0], reload=True)
     again = tokens(shared, inputs, ids) == tokens(whole, inputs, ids)
     shared.multilora.unload(kinds[0])
-    layers = {
-        path: (site.in_features, site.out_features) for path, site in
-        ((site.path, site) for site in shared.multilora._layout.sites)
-    }  # fmt: skip
-    from hf_multilora import disable_multilora
-
+    layers = {site.path: (site.in_features, site.out_features) for site in shared.multilora._layout.sites}
     disable_multilora(shared)
     with torch.no_grad():
         undone = torch.equal(bare, shared(**on(prompts(3, seed=3))).logits)
@@ -169,15 +175,20 @@ def disagreement(family: str, folder: str) -> dict[str, Any]:
 
 @scene
 def gradients(family: str, folder: str) -> dict[str, Any]:
-    """Without torch.no_grad() a layer that is split by its inputs computes with DTensors: refused by name."""
+    """The same without torch.no_grad(), where transformers computes with DTensors."""
     place, folders = saved(family, folder)
+    whole = enable_multilora(families(family).to(device()), max_loras=4)
     shared = enable_multilora(split(place), max_loras=4)
-    shared.multilora.load(folders["r8"], "a")
+    for model in (whole, shared):
+        model.multilora.load(folders["r8"], "a")
+    inputs, ids = on(prompts(3)), ["a", None, "a"]
+    want = whole(**inputs, adapter_ids=ids).logits
     try:
-        shared(**on(prompts(2)), adapter_ids=["a", None])
+        got = shared(**inputs, adapter_ids=ids).logits
     except ModelError as error:
         return {"said": str(error)}
-    return {"said": ""}
+    real = inputs["attention_mask"].bool()
+    return {"error": relative_error(got[real], want[real]), "grad": got.requires_grad}
 
 
 @scene
@@ -202,7 +213,7 @@ def main() -> None:
     if os.environ["TP_DEVICE"] == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if os.environ["TP_DEVICE"] == "cuda" else "gloo")
-    found = SCENES[name](*arguments, folder)
+    found = {one: SCENES[one](*arguments, folder) for one in name.split("+")}
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()
