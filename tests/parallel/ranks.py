@@ -1,4 +1,4 @@
-"""Ranks of a tensor-parallel model, each a process: what they do is a function of `scenes`, what they found is JSON."""
+"""Ranks of a tensor-parallel model, each a process: they play a scene of `scenes`, and what they found is JSON."""
 
 from __future__ import annotations
 

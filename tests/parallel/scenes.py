@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from models import FAMILIES, prompts
+from models import FAMILIES, VOCAB, prompts
 from oracle import make_adapter, relative_error, specs
 from transformers.distributed import DistributedConfig
 
@@ -34,8 +35,12 @@ def device() -> str:
 
 
 def families(name: str) -> Any:
-    """A copy of one of the families' models whose every width divides by the ranks."""
-    return FAMILIES[name].build()
+    """One of the families' models, with a vocabulary that can be shared by two ranks."""
+    model = FAMILIES[name].build()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        model.resize_token_embeddings(VOCAB + VOCAB % 2, mean_resizing=False)
+    return model.eval()
 
 
 @functools.cache
@@ -213,7 +218,12 @@ def main() -> None:
     if os.environ["TP_DEVICE"] == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if os.environ["TP_DEVICE"] == "cuda" else "gloo")
-    found = {one: SCENES[one](*arguments, folder) for one in name.split("+")}
+    try:
+        found = {one: SCENES[one](*arguments, folder) for one in name.split("+")}
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once: the others would wait for this one
     Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()
