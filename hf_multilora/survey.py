@@ -17,6 +17,7 @@ from .blocks import block_of, is_router, replaced
 from .config import MultiLoraConfig
 from .errors import ConfigError, ModelError, closest
 from .layers import LoraLayer, experts, wrapper_for
+from .layers.hooks import offloaded
 from .layers.linear import LoraHead, LoraLinear
 from .layers.router import LoraRouter
 from .sources import outside_of_text, refusal, scattered, slices
@@ -164,12 +165,15 @@ def _read_base(model: nn.Module, name: str) -> torch.Tensor | None:
     except AttributeError:
         return None
     value = getattr(module, attribute, None)
-    if isinstance(value, torch.Tensor) and value.device.type == "meta":
-        # accelerate keeps the weights of an offloaded layer with the hook on it, or on what it wraps.
-        layers = [module, module.base_layer] if isinstance(module, LoraLayer) else [module]
-        maps = [getattr(layer.__dict__.get("_hf_hook"), "weights_map", None) for layer in layers]
-        value = next((weights[attribute] for weights in maps if weights is not None), value)
-    return value if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.device.type == "meta":  # accelerate keeps the weights of a layer with the hook on it, or around it
+        parts = name.split(".")
+        for depth in range(len(parts) - 1, -1, -1):
+            held = offloaded(model.get_submodule(".".join(parts[:depth])), ".".join(parts[depth:]))
+            if held is not None:
+                return held
+    return value
 
 
 def _renamed_keys(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:

@@ -20,10 +20,8 @@ from ..errors import RoutingError
 from ..routing import Routing
 from ..rows import RowState
 from .direct import direct
+from .hooks import HOOKED, put_hook, take_hook
 
-# What accelerate puts on a module that it hooks. It stays on the base layer: a wrapper that seemed to be hooked would
-# be handed the base's own forward as "the old one", and the adapters would be lost without a word.
-HOOKED = ("forward", "_hf_hook", "_old_forward")
 _OWN = (
     "base_layer",
     "_routing",
@@ -38,6 +36,7 @@ _OWN = (
     "_rare",
     "_direct",
     "_behind",
+    "_kept",
 )
 
 
@@ -60,6 +59,7 @@ class LoraLayer(nn.Module):
     _scattered: str  # why its inputs do not begin with rows; empty where they do
     _direct: Callable[[torch.Tensor], torch.Tensor]  # the base's forward
     _rare = False  # whether adapters seldom train it: tokens, logits, experts, routers
+    _kept: dict[str, Any]  # what accelerate's hook, which is around the wrapper now, had put on the base
     _behind = False  # whether it lies behind the place where tokens without logits are left out
 
     @classmethod
@@ -77,7 +77,10 @@ class LoraLayer(nn.Module):
             _scattered=scattered,
             _group=None,
             _direct=direct(base),
+            _kept=take_hook(base),
         )
+        if self._kept:
+            put_hook(self, self._kept["_hf_hook"])
         return self
 
     @classmethod
@@ -110,10 +113,11 @@ class LoraLayer(nn.Module):
         base = self.base_layer
         self.__dict__["_group"] = None
         base.__dict__.update(self._shared())
-        if "_hf_hook" in self.__dict__:
-            from accelerate.hooks import add_hook_to_module
-
-            add_hook_to_module(base, self.__dict__["_hf_hook"])
+        hook = self.__dict__.get("_hf_hook")
+        if hook is not None and hook is self._kept.get("_hf_hook"):
+            base.__dict__.update(self._kept)
+        elif hook is not None:
+            put_hook(base, hook)
         return base
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -125,9 +129,7 @@ class LoraLayer(nn.Module):
         for key, value in {**self._shared(), **hooked}.items():
             twin.__dict__[key] = copy.deepcopy(value, memo)
         if "_hf_hook" in self.__dict__:
-            from accelerate.hooks import add_hook_to_module
-
-            add_hook_to_module(twin, copy.deepcopy(self.__dict__["_hf_hook"], memo))
+            put_hook(twin, copy.deepcopy(self.__dict__["_hf_hook"], memo))
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
