@@ -135,9 +135,26 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
 def tied_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Name of each parameter that is tied -> the names of all that share it."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    of = {name: id(parameter) for name, parameter in by_name.items()}
+    # Offloaded ones are tied no more: each has a placeholder of its own, and its values elsewhere.
+    for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        both = by_name.get(name), by_name.get(source)
+        if None in both or both[0] is both[1] or not any(p is not None and p.device.type == "meta" for p in both):
+            continue
+        values = _read_base(model, name), _read_base(model, source)
+        if values[0] is not None and values[1] is not None and _same(*values):
+            old = of[name]
+            of |= {other: of[source] for other, number in of.items() if number == old}
+    for name, number in of.items():
+        names.setdefault(number, []).append(name)
     return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.device.type == "meta" or other.device.type == "meta" or one.shape != other.shape:
+        return False
+    return one.data_ptr() == other.data_ptr() or torch.equal(one.to(other.device), other)
 
 
 def selected(path: str, target_modules: Sequence[str] | str | None) -> bool:
