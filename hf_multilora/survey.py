@@ -142,10 +142,10 @@ def tied_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
         both = by_name.get(name), by_name.get(source)
         if None in both or both[0] is both[1] or not any(p is not None and p.device.type == "meta" for p in both):
             continue
-        values = _read_base(model, name), _read_base(model, source)
-        if values[0] is not None and values[1] is not None and _same(*values):
+        one, other = _read_base(model, name), _read_base(model, source)
+        if one is not None and other is not None and _same(one, other):
             old = of[name]
-            of |= {other: of[source] for other, number in of.items() if number == old}
+            of |= {alias: of[source] for alias, number in of.items() if number == old}
     for name, number in of.items():
         names.setdefault(number, []).append(name)
     return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}

@@ -16,10 +16,12 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 from models import FAMILIES, prompts
-from moe_bed import FAMILIES as MOE
 from oracle import adapters, make_adapter, workspace
+from test_moe import ROWS as MOE_ROWS
 from test_moe import adapters as moe_adapters
 from test_moe import bare as bare_moe
+from test_moe import enabled as enabled_moe
+from test_moe import logits as moe_logits
 from transformers import PreTrainedModel
 
 from hf_multilora import disable_multilora, enable_multilora
@@ -95,11 +97,6 @@ WAYS: list[Callable[[PreTrainedModel, Path], None]] = [
 ]  # fmt: skip
 
 
-def enabled(model: PreTrainedModel, names: list[str | None]) -> PreTrainedModel:
-    enable_multilora(model, **OPTIONS)
-    return model
-
-
 def load(model: PreTrainedModel, family: str) -> list[str | None]:
     found = folders(family)
     with warnings.catch_warnings():
@@ -145,3 +142,67 @@ def test_every_kind(family: str, way: Callable[..., None], order: str, tmp_path:
     with torch.no_grad():
         assert torch.equal(model(**prompts(2)).logits, bare(**prompts(2)).logits)
     remove_hook_from_submodules(model)
+
+
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama4", "qwen2_moe"])
+def test_experts(family: str, implementation: str, tmp_path: Path) -> None:
+    want = moe_logits(enabled_moe(family, implementation), 6, adapter_ids=MOE_ROWS)
+    for way in (offload_to_cpu, offload_to_disk):
+        model = bare_moe(family, implementation)
+        way(model, tmp_path)
+        enable_multilora(model, max_loras=5, max_lora_rank=8, slot_bytes=4 << 20)
+        for name, (_, (tensors, config)) in moe_adapters(family).items():
+            model.multilora.load(dict(tensors), name, config=config)
+        assert torch.equal(moe_logits(model, 6, adapter_ids=MOE_ROWS), want), way.__name__
+        assert all(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def test_waves_and_evictions(tmp_path: Path) -> None:
+    """Slots stay where the layers compute, whatever happens to the base's weights."""
+    model = FAMILIES["llama"].build()
+    offload_to_disk(model, tmp_path)
+    enable_multilora(model, **{**OPTIONS, "max_loras": 2, "max_cpu_loras": 3})
+    ids, want = load(model, "llama"), in_place("llama")[1]
+    for _ in range(2):
+        got = model.generate(**prompts(len(ids)), adapter_ids=ids, max_new_tokens=4, do_sample=False)
+        assert torch.equal(got, want)
+    assert model.multilora.status().resident.evictions > 4
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_hooks_are_as_they_were(order: str) -> None:
+    """After disable_multilora the hooks are the base's, and taking them off gives its weights back."""
+    model = FAMILIES["llama"].build()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    if order == "after":
+        enable_multilora(model, **OPTIONS)
+    offload_to_cpu(model, Path())
+    if order == "before":
+        hooks = {path: module.__dict__.get("_hf_hook") for path, module in model.named_modules()}
+        forwards = {path: module.__dict__.get("forward") for path, module in model.named_modules()}
+        enable_multilora(model, **OPTIONS)
+    answers(model, load(model, "llama"))
+    disable_multilora(model)
+    if order == "before":
+        for path, module in model.named_modules():
+            assert module.__dict__.get("_hf_hook") is hooks[path], path
+            assert module.__dict__.get("forward") is forwards[path] or path == "", path
+    remove_hook_from_submodules(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+    with torch.no_grad():
+        assert torch.equal(model(**prompts(2)).logits, FAMILIES["llama"].build()(**prompts(2)).logits)
+
+
+def test_a_tied_pair_that_was_set_apart() -> None:
+    """What the config says of ties is not believed where the values differ."""
+    from hf_multilora.survey import tied_groups
+
+    model = FAMILIES["llama_tied"].build()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)
+    offload_to_cpu(model, Path())
+    assert tied_groups(model) == {}
+    tied = FAMILIES["llama_tied"].build()
+    offload_to_cpu(tied, Path())
+    assert set(tied_groups(tied)) == {"lm_head.weight", "model.embed_tokens.weight"}

@@ -34,10 +34,10 @@ def estimate_memory(
 
     Returns:
         "arena": all of what is allocated, on all devices together; "slot": one slot; "header": its table (one on each
-        device); "tail": the zeros at the end of the arena; "adapter": one adapter's block, in host memory and as copied into a slot: plain factors
-        (those shared between sites count each time) and what is in `saved`; where it is more than "slot", slot_bytes
-        has to be raised to it; "largest": module path -> bytes of its factors, gain and shift in a slot at
-        max_lora_rank, and what is in `saved`, the largest ones first.
+        device); "tail": the zeros at the end of the arena; "adapter": one adapter's block, in host memory and as
+        copied into a slot: plain factors (those shared between sites count each time) and what is in `saved`; where it
+        is more than "slot", slot_bytes has to be raised to it; "largest": module path -> bytes of its factors, gain
+        and shift in a slot at max_lora_rank, and what is in `saved`, the largest ones first.
     """
     itemsize = dtype.itemsize
     slots = [

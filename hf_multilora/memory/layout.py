@@ -14,9 +14,9 @@ slices of one layer are consecutive, in the order of its output rows. A host blo
                              the same of B: 0 where they share it
              gain, shift:    float32 [width of the slice]; gain is folded into B, too
 
-Where layers compute on several devices, sites are in as many *groups*. A block has a part for each group, one after the
-other, at multiples of 256 bytes; each is as above, with a header of all sites (rank 0 at those of other groups) and
-offsets that count from its own first byte, and is what a slot on that device holds.
+Where layers compute on several devices, sites are in as many *groups*. A block has a part for each group, one after
+the other, at multiples of 256 bytes; each is as above, with a header of all sites (rank 0 at those of other groups)
+and offsets that count from its own first byte, and is what a slot on that device holds.
 """
 
 from __future__ import annotations

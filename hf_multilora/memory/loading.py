@@ -123,14 +123,14 @@ class LoadingStore(StoreCore):
         ms = (time.perf_counter() - began) * 1e3 if loaded.read_ms is None else loaded.read_ms
         return loaded, self._check_bytes(f"Adapter {name!r}", packed), ms
 
-    def _check_bytes(
-        self, what: str, packed: PackedAdapter, slot_bytes: Sequence[int] | None = None
-    ) -> PackedAdapter:
+    def _check_bytes(self, what: str, packed: PackedAdapter, slot_bytes: Sequence[int] | None = None) -> PackedAdapter:
         """Raises: SlotError where a part of the block is larger than its slot (`slot_bytes` says how large these
         are to be, by group)."""
         needed = [stop - start for start, stop in packed.parts]
         most = max(needed)
-        for nbytes, arena, room in zip(needed, self.arenas, slot_bytes or [a.slot_bytes for a in self.arenas], strict=True):
+        for nbytes, arena, room in zip(
+            needed, self.arenas, slot_bytes or [a.slot_bytes for a in self.arenas], strict=True
+        ):
             if nbytes > room:
                 largest = sorted(entries_of(packed).items(), key=lambda item: -item[1])[:_LARGEST]
                 listed = ", ".join(f"{name} {megabytes(nbytes)}" for name, nbytes in largest)

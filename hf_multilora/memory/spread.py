@@ -16,8 +16,10 @@ class SpreadTransfer:
     """What `Transfer` is for one arena, for the arenas of all groups. What a copy returns is one event for each."""
 
     def __init__(self, arenas: Sequence[Arena], before: SpreadTransfer | None = None) -> None:
-        olds = before.parts if before else [None] * len(arenas)
-        self.parts = [Transfer(arena, old, group) for group, (arena, old) in enumerate(zip(arenas, olds, strict=True))]
+        olds: Sequence[Transfer | None] = before.parts if before else [None] * len(arenas)
+        self.parts: list[Transfer] = [
+            Transfer(arena, old, group) for group, (arena, old) in enumerate(zip(arenas, olds, strict=True))
+        ]
         self.cuda = any(part.cuda for part in self.parts)
 
     @property
