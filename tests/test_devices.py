@@ -182,6 +182,36 @@ def test_siblings_are_those_of_one_device(split: Any) -> None:
     assert names == ({("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")} if split is halves else set())
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_siblings_with_hooks(offload: bool) -> None:
+    """Those of a dispatched model only move x, which passes as it is. Those that bring weights in keep layers apart."""
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    def align(model: PreTrainedModel) -> PreTrainedModel:
+        for module in list(model.modules()):
+            if next(module.children(), None) is None and next(module.parameters(), None) is not None:
+                add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", offload=offload))
+        return model
+
+    ids = ["lora", None, "dora"]
+    want = logits(loaded("llama"), ids)
+    model = enable_multilora(align(FAMILIES["llama"].build()), **OPTIONS)
+    for name in ("lora", "dora"):
+        model.load_adapter(folders("llama")[name], adapter_name=name)
+    groups = {module._group for module in model.modules() if isinstance(getattr(module, "_group", None), Group)}
+    assert len(groups) == (0 if offload else 4)
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            assert torch.equal(logits(model, ids), want)
+    assert all(group.proven for group in groups)
+    if not offload:  # what comes later may do anything
+        add_hook_to_module(
+            model.model.layers[0].self_attn.k_proj, AlignDevicesHook(execution_device="cpu", offload=True)
+        )
+        for _ in range(2):
+            assert torch.equal(logits(model, ids), want)
+
+
 def test_an_alora(in_two: None) -> None:
     base = FAMILIES["llama"].build()
     folder = saved_and_moved(

@@ -54,6 +54,17 @@ def hooks_of(module: nn.Module) -> Iterator[Any]:
         yield from getattr(hook, "hooks", (hook,))
 
 
+def only_aligns(module: nn.Module) -> bool:
+    """Whether a module's hooks do nothing but bring its input to the device where its weights are."""
+    hooks = list(hooks_of(module))
+    inner = module.__dict__.get("_old_forward")
+    return (
+        bool(hooks)
+        and all(type(hook).__name__ == "AlignDevicesHook" and hook.offload is False for hook in hooks)
+        and getattr(inner, "__func__", None) is type(module).forward
+    )
+
+
 def execution_device(module: nn.Module) -> torch.device | None:
     """Where the hooks of a module let it compute; None where they do not say."""
     found: torch.device | None = None

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..rows import RowState
 from .base import LoraLayer
-from .hooks import HOOKED
+from .hooks import HOOKED, only_aligns
 from .registry import register_layer
 from .saved import run_with, select, widened
 from .siblings import Group
@@ -149,5 +149,5 @@ def may_group(wrapper: LoraLayer) -> bool:
         and all(getattr(type(wrapper), name) is getattr(LoraLinear, name) for name in own)
         and not wrapper._scattered
         and wrapper.base_layer.__dict__.keys().isdisjoint(HOOKED)
-        and wrapper.__dict__.keys().isdisjoint(HOOKED)
+        and (wrapper.__dict__.keys().isdisjoint(HOOKED) or only_aligns(wrapper))
     )
