@@ -184,7 +184,7 @@ def test_siblings_are_those_of_one_device(split: Any) -> None:
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_siblings_with_hooks(offload: bool) -> None:
-    """Those of a dispatched model only move x, which passes as it is. Those that bring weights in keep layers apart."""
+    """Those of a dispatched model only move x, which passes as it is; those that bring weights in part the layers."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     def align(model: PreTrainedModel) -> PreTrainedModel:
