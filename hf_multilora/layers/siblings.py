@@ -114,6 +114,8 @@ class Group:
         misses: forwards in a row that have ended with a stash.
     """
 
+    apart = False  # whether compiled forwards serve each member alone
+
     __slots__ = (
         "__weakref__", "_dicts", "_direct", "bases", "changed", "members", "misses", "op", "proven", "routing",
         "sites", "trusted",
@@ -162,7 +164,7 @@ class Group:
 
     def trace(self, place: int, x: torch.Tensor, row_slots: torch.Tensor, rows: int) -> torch.Tensor:
         """The same in a compiled forward, where nothing else is stashed. Always an output: alone, where it has to."""
-        if any(_hooked(member.__dict__) for member in self.members):
+        if self.apart or any(_hooked(member.__dict__) for member in self.members):
             base, op = self.bases[place], self.members[place]._op
             h = None if self.routing.vectors else op.begin(x, row_slots, rows)
             y: torch.Tensor = op.end((base.forward(x),), x, h, row_slots, rows)[0]
@@ -196,8 +198,11 @@ class Group:
 class AlignedGroup(Group):
     """A group whose members have hooks of accelerate that only bring x to their device, as in a dispatched model.
 
-    The hooks run around each member, and x, which lies there already, passes them as it is.
+    The hooks run around each member, and x, which lies there already, passes them as it is. Compiled forwards break at
+    each hook, so that graphs would end with a stash.
     """
+
+    apart = True
 
     __slots__ = ("_aligned",)
 
