@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import moe_bed
 import pytest
 import torch
 from accelerate import dispatch_model
@@ -22,9 +23,11 @@ from gpu_bed import (
     ADAPTERS,
     CUDA,
     FP32_TOLERANCE,
+    LAYERS,
     MAX_RANK,
     MIXED,
     OF_BARE,
+    Adapter,
     adapter,
     bare,
     error,
@@ -33,11 +36,9 @@ from gpu_bed import (
 )
 from gpu_bed import greedy as greedy_tokens
 from models import FAMILIES, prompts
-from test_moe import ROWS as MOE_ROWS
-from test_moe import adapters as moe_adapters
-from test_moe import bare as bare_moe
-from test_moe import logits as moe_logits
-from test_offload import IDS, folders
+from test_gpu_moe import ROWS as MOE_ROWS
+from test_gpu_moe import adapters as moe_adapters
+from test_gpu_moe import logits as moe_logits
 from transformers import AutoModelForCausalLM
 
 from hf_multilora import disable_multilora, enable_multilora
@@ -180,23 +181,73 @@ def test_half_precision(dtype: torch.dtype, tmp_path: Path) -> None:
             assert torch.equal(got[row], plain[row]), f"base row {row} is not the bare model's"
 
 
+def special(name: str, dtype: torch.dtype = torch.float32) -> Adapter:
+    """Adapters that are more than factors: DoRA, a head and norms saved whole, rows of tokens."""
+    base = bare(dtype, "cpu").state_dict()
+    tensors, config = copy.copy(adapter("r3" if name == "dora" else "r1", dtype)[0]), dict(adapter("r1", dtype)[1])
+    generator = torch.Generator().manual_seed(len(name))
+
+    def moved(weight: torch.Tensor, by: float) -> torch.Tensor:
+        return weight + by * torch.randn(weight.shape, generator=generator).to(weight.dtype)
+
+    if name == "dora":
+        config = {**adapter("r3", dtype)[1], "use_dora": True}
+        for path in [key.split(".lora_A")[0] for key in tensors if "lora_A" in key]:
+            norms = base[path.removeprefix("base_model.model.") + ".weight"].norm(dim=1)
+            tensors[f"{path}.lora_magnitude_vector"] = moved(norms, 0.1)
+    elif name == "head":
+        config["modules_to_save"] = ["lm_head"]
+        tensors["base_model.model.lm_head.weight"] = moved(base["lm_head.weight"], 0.02)
+    elif name == "norms":
+        config["modules_to_save"] = ["input_layernorm", "norm"]
+        for path in ("norm", *(f"layers.{layer}.input_layernorm" for layer in range(LAYERS))):
+            tensors[f"base_model.model.model.{path}.weight"] = moved(base[f"model.{path}.weight"], 0.2)
+    else:
+        config["trainable_token_indices"] = {"embed_tokens": [3, 9]}
+        rows = moved(base["model.embed_tokens.weight"][[3, 9]], 0.5)
+        tensors["base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"] = rows
+    return tensors, config
+
+
+@pytest.mark.parametrize("parts", ["in order", "back and forth", "offloaded to the CPU"])
+def test_more_than_factors(parts: str, tmp_path: Path) -> None:
+    """What is saved whole lies with its module, on either device."""
+    options = {**OPTIONS, "max_loras": 8, "slot_bytes": 6 << 20}
+    model, want_model = (
+        spread(llama(), MAPS[parts], tmp_path, **options),
+        enable_multilora(llama().to(FIRST), **options),
+    )
+    for each in (model, want_model):
+        fill(each, ["r3", "r8"])
+        for name in ("dora", "head", "norms", "tokens"):
+            tensors, config = special(name)
+            each.multilora.load(tensors, name, config=config)
+    ids = ["dora", None, "head", "norms", "tokens", "r8", "r3", None]
+    batch = inputs(11, device=FIRST)
+    batch = {**batch, "input_ids": batch["input_ids"].clone()}
+    batch["input_ids"][:, 4:6] = torch.tensor([3, 9], device=FIRST)
+    got, want = (logits(each, batch, adapter_ids=ids) for each in (model, want_model))
+    same(got, want, ids, parts)
+    plain = logits(want_model, batch)
+    alike = [name for row, name in enumerate(ids) if name is not None and error(want[row], plain[row]) < 1e-3]
+    assert not alike, f"adapters that change nothing would prove nothing: {alike}"
+    got, want = (greedy_tokens(each, batch, 4, adapter_ids=ids) for each in (model, want_model))
+    assert torch.equal(got, want), f"{parts}: tokens {got.tolist()}, on one device {want.tolist()}"
+
+
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "neox", "gemma3"])
-def test_every_kind_of_adapter(family: str, tmp_path: Path) -> None:
-    """DoRA, saved heads and norms, token rows, biases: each on the device of its module."""
+def test_every_kind_that_peft_saves(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    from test_offload import IDS, folders
+
     base = FAMILIES[family].build()
     body = base.base_model_prefix
     options: dict[str, Any] = {"max_loras": 8, "max_lora_rank": 16, "slot_bytes": 1 << 21}
     # A tied head lies where the embedding is, as accelerate would have it.
-    head = 0 if "tied" in family or family == "gemma3" else 1
+    head = 0 if family in ("llama_tied", "gemma3") else 1
     second = ("layers.1", "norm", "final_layer_norm")
-    parts = {
-        f"{body}.{name}" if owner is not base else name: (
-            head if owner is base else int(name in second)
-        )
-        for owner, prefix in ((base.base_model, body), (base, ""))
-        for name, _ in _children(owner)
-        if not (owner is base and name == body)
-    }  # fmt: skip
+    parts = {f"{body}.{name}": int(name in second) for name in _children(base.base_model)}
+    parts |= {name: head for name in _children(base) if name != body}
     want_model = enable_multilora(copy.deepcopy(base).to(FIRST), **options)
     model = spread(base, parts, tmp_path, **options)
     found = folders(family)
@@ -207,21 +258,18 @@ def test_every_kind_of_adapter(family: str, tmp_path: Path) -> None:
                 each.load_adapter(folder, adapter_name=name)
     ids = [name for name in IDS if name is None or name in found]
     batch = {name: tensor.to(FIRST) for name, tensor in prompts(len(ids)).items()}
-    same(
-        logits(model, batch, adapter_ids=ids), logits(want_model, batch, adapter_ids=ids), ids, f"{family} at {parts}"
-    )
-    got, want = (greedy_tokens(m, batch, 4, adapter_ids=ids) for m in (model, want_model))
+    got, want = (logits(each, batch, adapter_ids=ids) for each in (model, want_model))
+    same(got, want, ids, f"{family} at {parts}")
+    got, want = (greedy_tokens(each, batch, 4, adapter_ids=ids) for each in (model, want_model))
     assert torch.equal(got, want), f"{family}: tokens {got.tolist()}, on one device {want.tolist()}"
 
 
-def _children(owner: Any) -> list[tuple[str, Any]]:
-    """Direct children, lists of layers one by one."""
-    found: list[tuple[str, Any]] = []
+def _children(owner: Any) -> list[str]:
+    """Names of direct children, those in lists of layers one by one."""
+    found: list[str] = []
     for name, child in owner.named_children():
-        if isinstance(child, torch.nn.ModuleList):
-            found += [(f"{name}.{number}", item) for number, item in enumerate(child)]
-        else:
-            found.append((name, child))
+        inside = len(child) if isinstance(child, torch.nn.ModuleList) else 0
+        found += [f"{name}.{number}" for number in range(inside)] if inside else [name]
     return found
 
 
@@ -232,27 +280,15 @@ def _children(owner: Any) -> list[tuple[str, Any]]:
 )
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts(family: str, implementation: str, dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_loras": 5, "max_lora_rank": 8, "slot_bytes": 4 << 20}
-    model = spread(bare_moe(family, implementation).to(dtype), MAPS["in order"], tmp_path, **options)
-    want_model = enable_multilora(bare_moe(family, implementation).to(FIRST, dtype), **options)
-    for name, (_, (tensors, config)) in moe_adapters(family).items():
+    options: dict[str, Any] = {"max_loras": 4, "max_lora_rank": 32, "slot_bytes": 8 << 20}
+    model = spread(moe_bed.bare(family, implementation).to(dtype), MAPS["in order"], tmp_path, **options)
+    want_model = enable_multilora(moe_bed.bare(family, implementation).to(FIRST, dtype), **options)
+    for name, made in moe_adapters(family).items():
+        tensors, config = moe_bed.three_d(family, made)
         for each in (model, want_model):
             each.multilora.load(dict(tensors), name, config=config)
-    with _inputs_on_the_device():
-        got = moe_logits(model, 6, adapter_ids=MOE_ROWS).cpu()
-        want = moe_logits(want_model, 6, adapter_ids=MOE_ROWS).cpu()
+    got, want = (moe_logits(each, 6, adapter_ids=MOE_ROWS).cpu() for each in (model, want_model))
     same(got, want, MOE_ROWS, f"{family}, {implementation}", tolerance)
-
-
-@contextmanager
-def _inputs_on_the_device() -> Iterator[None]:
-    import test_moe
-
-    batch = test_moe.batch
-    with pytest.MonkeyPatch.context() as patch:
-        moved = lambda *args: {name: tensor.to(FIRST) for name, tensor in batch(*args).items()}  # noqa: E731
-        patch.setattr(test_moe, "batch", moved)
-        yield
 
 
 def test_evictions_and_reloads_while_generating(one: Any, tmp_path: Path) -> None:
