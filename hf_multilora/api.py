@@ -10,10 +10,10 @@ from .config import MultiLoraConfig
 from .errors import ConfigError, ModelError, closest
 from .generation.mixin import MultiLoraMixin, PartMixin
 from .handle import MultiLora, estimate
-from .inject import placement
 from .layers import LoraLayer
 from .memory.layout import Layout
 from .peft_model import is_peft_layer, is_peft_model, take_over
+from .placement import place
 from .survey import survey
 
 
@@ -78,8 +78,8 @@ def estimate_memory(model: Any, config: MultiLoraConfig | None = None, **options
         return model.multilora.estimate_memory(**options)
     config = _config(config, options)
     seen = survey(model, config)
-    _, dtype = placement(seen.found, config)
-    return estimate(Layout.from_targets(seen.table.targets), config, dtype)
+    placed = place(model, seen.found, config)
+    return estimate(Layout.from_targets(seen.table.targets, placed.group_of), config, placed.dtype)
 
 
 def _config(config: MultiLoraConfig | None, options: dict[str, Any]) -> MultiLoraConfig:

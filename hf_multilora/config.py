@@ -20,7 +20,8 @@ class MultiLoraConfig:
         max_loras: slots, i.e. distinct adapters that one forward can mix.
         max_lora_rank: largest rank of an adapter (of the ranks' sum for a mix).
         max_cpu_loras: registered adapters kept in host memory; None: no limit but memory; at least `max_loras`.
-        slot_bytes: bytes of one slot; None: room for every wrapped layer at `max_lora_rank`.
+        slot_bytes: bytes of one slot (of a model over several devices: on each of them); None: room for every wrapped
+            layer at `max_lora_rank`.
         extra_vocab_size: columns added to the logits for adapters' own tokens.
         on_demand: load an unknown id that is a folder or holds a slash at first use.
         lora_dtype: dtype of the slots; "auto" follows the base weights (bfloat16 where those are quantised).

@@ -33,7 +33,6 @@ from .inject import (
     check_containers,
     check_intact,
     containers,
-    placement,
     saved_layer,
     swap_in,
     swap_out,
@@ -53,8 +52,10 @@ from .memory.registry import Loaded
 from .memory.store import AdapterStore
 from .parallel import Agreement, mesh_of
 from .peft_model import Takeover
+from .placement import devices_now, place
 from .report import AdapterStatus, LoadReport, Status
 from .routing import Routing
+from .spread import SpreadRouting, routings_of
 from .survey import Survey, survey, tied_groups
 
 logger = logging.get_logger(__name__)
@@ -74,13 +75,17 @@ class MultiLora:
         self._model = model
         self._takeover = takeover
         self._survey: Survey = survey(model, config)
-        device, dtype = placement(self._survey.found, config)
+        self._placement = place(model, self._survey.found, config)
         # Everything that can fail comes before the first change of the model.
         tuning_table.check()
-        self._layout = Layout.from_targets(self._survey.table.targets)
-        self.store = store or AdapterStore(self._layout, config, device, dtype)
+        self._layout = Layout.from_targets(self._survey.table.targets, self._placement.group_of)
+        self.store = store or AdapterStore(self._layout, config, self._placement.devices, self._placement.dtype)
         self._tied = tied_groups(model)
-        self._routing = Routing(self.store.arena.device, config.max_loras)
+        devices = [arena.device for arena in self.store.arenas]
+        adapters, spread = config.max_loras, self.store.spread
+        self._routing = SpreadRouting(devices, adapters) if spread else Routing(devices[0], adapters)
+        self._routings = routings_of(self._routing)
+        self._dispatched = model.__dict__.get("_hf_hook")
         self._wrapping = threading.Lock()
         self.calls = Calls(
             self.store,
@@ -102,7 +107,7 @@ class MultiLora:
         model.__dict__.pop("_compiled_call", None)
         mesh = mesh_of(model)
         self._agreement = self.calls.agreement = None if mesh is None else Agreement(mesh)
-        self._wrappers = swap_in(self._survey.found, self._routing)
+        self._wrappers = swap_in(self._survey.found, self._routing_of)
         self._bind()
         self._containers = containers(model, self._wrappers)
         self._guard = InstanceGuard(model)
@@ -111,14 +116,15 @@ class MultiLora:
         model.__dict__["multilora"] = self
 
     def _bind(self) -> None:
-        """Build the ops of all wrappers over the arena as it lies now."""
-        arena, workspace = self.store.arena, Workspace()
+        """Build the ops of all wrappers over the arenas as they lie now."""
+        arenas = [(arena, Workspace()) for arena in self.store.arenas]
         for path, wrapper in self._wrappers.items():
             targets = self._survey.found[path].targets
             if not targets:
                 continue
             target = targets[0]
-            first = self._layout.site(target.path, 0).index
+            site = self._layout.site(target.path, 0)
+            first, (arena, workspace) = site.index, arenas[site.group]
             where = (arena.data, arena.meta, arena.floats, arena.slot_elems, arena.zero_off)
             if target.kind == "experts":
                 sites = frozenset(range(first, first + len(targets)))
@@ -134,15 +140,16 @@ class MultiLora:
                 widths = tuple(site.out_features for site in here)
                 op = LinearOp(*common, here[0].in_features, widths, self.config.max_lora_rank, workspace)
             wrapper.bind(frozenset(range(first, first + len(target.widths))), op)
-        form_groups(self._single_places(), self._routing)
+        for routing in self._routings:
+            form_groups((item for item in self._single_places() if item[2]._routing is routing), routing)
         extra, tied = self.config.extra_vocab_size, self._tied_embeddings()
         for path in tied & self._wrappers.keys():
             self._wrappers[path].__dict__["_rare"] = True
         rare = [wrapper._sites for wrapper in self._wrappers.values() if wrapper._rare]
-        arena.rare_sites = frozenset().union(*rare)
+        self.store.arena.rare_sites = frozenset().union(*rare)
         self._all_sites = frozenset(range(self._layout.n_sites))
         self._path_of = {site: path for path, wrapper in self._wrappers.items() for site in wrapper._sites}
-        self._usual_sites = self._all_sites - arena.rare_sites
+        self._usual_sites = self._all_sites - self.store.arena.rare_sites
         for path in tied if extra else ():
             if isinstance(self._wrappers.get(path), (LoraEmbedding, LoraHead)):
                 self._wrappers[path].__dict__["extra"] = extra
@@ -151,6 +158,9 @@ class MultiLora:
         for wrapper in self._wrappers.values():
             if isinstance(wrapper, LoraEmbedding):
                 wrapper.positions = wrapper is not tokens and wrapper._path not in tied
+
+    def _routing_of(self, path: str) -> Routing:
+        return self._routings[self._placement.group_of(path) if self.store.spread else 0]
 
     def _place_behind(self) -> None:
         """Tell the wrappers behind the model's body: a forward may leave out tokens without logits for them."""
@@ -173,7 +183,7 @@ class MultiLora:
     def _memory(self) -> list[torch.Tensor]:
         """What wrappers read for adapters: the slots, and the ops' workspace."""
         spaces = [w._op.workspace.planes for w in self._wrappers.values() if w._op is not None]
-        return [self.store.arena.storage, *(planes for planes in spaces if planes is not None)]
+        return [*(arena.storage for arena in self.store.arenas), *(planes for planes in spaces if planes is not None)]
 
     def _tied_embeddings(self) -> set[str]:
         """Paths of the input embedding, the head, and every module that shares a matrix with one of them."""
@@ -367,7 +377,7 @@ class MultiLora:
         with self._wrapping:
             for path in set(paths) - set(self._wrappers):
                 self._survey.found[path] = item = saved_layer(self._model, path)
-                self._wrappers |= swap_in({path: item}, self._routing)
+                self._wrappers |= swap_in({path: item}, self._routing_of)
                 self._containers += containers(self._model, [path])
             self._place_behind()
 
@@ -527,17 +537,37 @@ class MultiLora:
 
     def check_layers(self, sites: Collection[int], saved: Iterable[str]) -> None:
         """Raises: ModelError where a layer of these sites, or a saved module, is not in the model any more."""
+        if self._model.__dict__.get("_hf_hook") is not self._dispatched:
+            self._check_dispatched()
         paths = dict.fromkeys(self._path_of[site] for site in sites) | dict.fromkeys(saved)
         check_intact(paths, self._survey.found, self._wrappers)
         check_containers(self._containers)
 
+    def _check_dispatched(self) -> None:
+        """Raises: ModelError where accelerate lets the model compute elsewhere than its slots are."""
+        wanted = devices_now(self._model, self._survey.found, self._placement.groups)
+        for arena, device in zip(self.store.arenas, wanted, strict=False):
+            if arena.device != device:
+                raise ModelError(
+                    f"The model was dispatched to {device} since enable_multilora, and its slots are on "
+                    f"{arena.device}. Call disable_multilora(model), dispatch it, and enable it again."
+                )
+        self._dispatched = self._model.__dict__.get("_hf_hook")
+
     def follow_model(self) -> None:
-        """After model.to(), half() and the like: slots and adapters move along."""
-        device, dtype = placement(self._survey.found, self.config)
+        """After model.to(), half() and the like: slots and adapters move along.
+
+        Raises:
+            ModelError: layers that computed on one device do so no longer.
+        """
+        dtype = place(self._model, self._survey.found, self.config).dtype
+        now = devices_now(self._model, self._survey.found, self._placement.groups)
+        devices = now if len(now) == len(self._routings) else [arena.device for arena in self.store.arenas]
         if self.calls.graphs is not None:
             self.calls.graphs.clear()
-        if self.store.retarget(device, dtype, base_dtype=self._base_dtype):
-            self._routing.to(self.store.arena.device)
+        if self.store.retarget(devices, dtype, base_dtype=self._base_dtype):
+            for routing, device in zip(self._routings, devices, strict=True):
+                routing.to(device)
             self._bind()
 
     def copy_model(self, memo: dict[int, Any]) -> Any:

@@ -6,12 +6,10 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from .blocks import replaced
-from .config import MultiLoraConfig
 from .errors import ModelError
 from .layers import LoraLayer
 from .layers.experts import LoraExperts
@@ -28,11 +26,11 @@ def saved_layer(model: nn.Module, path: str) -> Found:
     return Found(module, SavedLayer, (), places)
 
 
-def swap_in(found: dict[str, Found], routing: Routing) -> dict[str, LoraLayer]:
-    """Put a wrapper in the place of every layer of `found`."""
+def swap_in(found: dict[str, Found], routing_of: Callable[[str], Routing]) -> dict[str, LoraLayer]:
+    """Put a wrapper in the place of every layer of `found`; `routing_of` says what the one of a path reads."""
     wrappers = {}
     for path, item in found.items():
-        wrappers[path] = wrapper = item.wrapper.wrap(item.module, path, routing, item.scattered)
+        wrappers[path] = wrapper = item.wrapper.wrap(item.module, path, routing_of(path), item.scattered)
         for parent, name in item.places:
             setattr(parent, name, wrapper)
     return wrappers
@@ -105,45 +103,6 @@ def swap_out(found: dict[str, Found], wrappers: dict[str, LoraLayer]) -> None:
         base = wrappers[path].unwrap()
         for parent, name in item.places:
             setattr(parent, name, base)
-
-
-def placement(found: dict[str, Found], config: MultiLoraConfig) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of the slots: where the wrapped layers compute, in the dtype of their weights.
-
-    Raises:
-        ModelError: the layers compute on several devices.
-    """
-    devices: dict[torch.device, str] = {}
-    dtypes: dict[torch.dtype, int] = {}
-    for path, item in found.items():
-        hook = getattr(item.module, "_hf_hook", None)
-        device = getattr(hook, "execution_device", None)
-        weight = next(item.module.parameters(recurse=False), None)
-        if weight is not None:
-            dtypes[weight.dtype] = dtypes.get(weight.dtype, 0) + weight.numel()
-        if device is not None:
-            place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-            devices.setdefault(_indexed(place), path)
-        elif weight is not None and weight.device.type != "meta":
-            devices.setdefault(_indexed(weight.device), path)
-    if len(devices) > 1:
-        raise ModelError(
-            "The model computes on several devices ("
-            + ", ".join(f"{path} on {device}" for device, path in devices.items())
-            + "). Slots on more than one device are not served in this version: load the model onto one device."
-        )
-    wanted = config.torch_dtype()
-    if wanted is None:
-        common = max(dtypes, key=lambda dtype: dtypes[dtype]) if dtypes else torch.float32
-        wanted = {torch.float64: torch.float32}.get(common, common)
-        wanted = wanted if wanted in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
-    return next(iter(devices), torch.device("cpu")), wanted
-
-
-def _indexed(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 class InstanceGuard:

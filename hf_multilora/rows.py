@@ -55,7 +55,7 @@ class RowState:
     packed = False  # whether the rows are the tokens of one long row (`packed.PackedState`)
 
     __slots__ = (
-        "_filled", "_streams", "adapters", "memo", "plain", "rows", "same", "saved",
+        "_filled", "_on", "_streams", "adapters", "memo", "plain", "rows", "same", "saved",
         "slots", "starts", "tensor", "tokens", "touched", "uniform",
     )  # fmt: skip
 
@@ -83,6 +83,7 @@ class RowState:
         self.tensor = torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
         self.memo: dict[Any, Any] = {}  # kernels keep here what follows from slots alone (the CPU path's indices)
         self._filled: dict[int, RowState] = {}
+        self._on: dict[int, RowState] = {}
 
     def repeated(self, times: int) -> RowState:
         """Each row `times` times in a row, as `repeat_interleave` does for beams and return sequences."""
@@ -92,10 +93,22 @@ class RowState:
         """The same adapters over other rows."""
         return RowState(slots, self.tensor.device, self.touched, self.uniform, self.saved, self.adapters)
 
+    def on(self, place: int, device: torch.device) -> RowState:
+        """The same rows for layers on another device; made once for each place where there are any."""
+        state = self._on.get(place)
+        if state is None:
+            state = self._on[place] = RowState(
+                self.slots, device, self.touched, self.uniform, self.saved, self.adapters
+            )
+            if self.starts is not None:
+                state.plain, state.tokens = False, self.tokens
+                state.starts = self.starts.to(device, non_blocking=True)
+        return state
+
     def starting(self, starts: Sequence[int], tokens: int) -> RowState:
         """The same rows, each active from its own one of the next forward's `tokens` tokens on."""
         state = copy.copy(self)
-        state._filled = {}
+        state._filled, state._on = {}, {}
         state.plain = False
         if self._streams:
             state._streams = [torch.cuda.current_stream(self.tensor.device)]

@@ -17,6 +17,7 @@ from .blocks import block_of, is_router, replaced
 from .config import MultiLoraConfig
 from .errors import ConfigError, ModelError, closest
 from .layers import LoraLayer, experts, wrapper_for
+from .layers.hooks import offloaded
 from .layers.linear import LoraHead, LoraLinear
 from .layers.router import LoraRouter
 from .parallel import shard_of
@@ -142,9 +143,26 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
 def tied_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:
     """Name of each parameter that is tied -> the names of all that share it."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    by_name = dict(model.named_parameters(remove_duplicate=False))
+    of = {name: id(parameter) for name, parameter in by_name.items()}
+    # Offloaded ones are tied no more: each has a placeholder of its own, and its values elsewhere.
+    for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        both = by_name.get(name), by_name.get(source)
+        if None in both or both[0] is both[1] or not any(p is not None and p.device.type == "meta" for p in both):
+            continue
+        one, other = _read_base(model, name), _read_base(model, source)
+        if one is not None and other is not None and _same(one, other):
+            old = of[name]
+            of |= {alias: of[source] for alias, number in of.items() if number == old}
+    for name, number in of.items():
+        names.setdefault(number, []).append(name)
     return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.device.type == "meta" or other.device.type == "meta" or one.shape != other.shape:
+        return False
+    return one.data_ptr() == other.data_ptr() or torch.equal(one.to(other.device), other)
 
 
 def selected(path: str, target_modules: Sequence[str] | str | None) -> bool:
@@ -172,12 +190,15 @@ def _read_base(model: nn.Module, name: str) -> torch.Tensor | None:
     except AttributeError:
         return None
     value = getattr(module, attribute, None)
-    if isinstance(value, torch.Tensor) and value.device.type == "meta":
-        # accelerate keeps the weights of an offloaded layer with the hook on it, or on what it wraps.
-        layers = [module, module.base_layer] if isinstance(module, LoraLayer) else [module]
-        maps = [getattr(layer.__dict__.get("_hf_hook"), "weights_map", None) for layer in layers]
-        value = next((weights[attribute] for weights in maps if weights is not None), value)
-    return value if isinstance(value, torch.Tensor) else None
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.device.type == "meta":  # accelerate keeps the weights of a layer with the hook on it, or around it
+        parts = name.split(".")
+        for depth in range(len(parts) - 1, -1, -1):
+            held = offloaded(model.get_submodule(".".join(parts[:depth])), ".".join(parts[depth:]))
+            if held is not None:
+                return held
+    return value
 
 
 def _renamed_keys(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:

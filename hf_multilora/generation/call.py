@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..errors import RoutingError
-from ..memory.arena import Arena
+from ..memory.core import StoreCore
 from ..memory.lease import Lease, label_of
 from ..rows import RowState, Saved
 from .alora import Activated, invocations
@@ -71,7 +71,7 @@ class Call:
         self,
         keys: Sequence[Key | None],
         lease: Lease | None,
-        arena: Arena,
+        store: StoreCore,
         uniform: bool,
         life: Life,
         outer: Call | None = None,
@@ -89,9 +89,8 @@ class Call:
         self.prompt_seen = False  # generate() has shown its prompts to `invoke` and to the vocabulary check
         if lease is not None:
             slots = tuple(-1 if key is None else lease.slots[key] for key in keys)
-            self.state = RowState(
-                slots, arena.device, lease.touched, uniform, saved_by(lease, arena), adapters=arena.max_loras
-            )
+            device, adapters = store.arena.device, store.arena.max_loras
+            self.state = RowState(slots, device, lease.touched, uniform, saved_by(lease, store), adapters)
             self.row_tags = tuple(None if key is None else (label_of(key), lease.tags[key]) for key in keys)
             extras = [None if key is None else lease.extras[key] for key in keys]
             self.vocabulary = tuple(None if extra is None else extra.vocab_size for extra in extras)
@@ -194,7 +193,7 @@ class Call:
         return self.row_tags[:1] * rows if self.uniform and rows is not None else self.row_tags
 
 
-def saved_by(lease: Lease, arena: Arena) -> dict[str, list[Saved]]:
+def saved_by(lease: Lease, store: StoreCore) -> dict[str, list[Saved]]:
     """What the adapters of a lease replace, by module path."""
     found: dict[str, dict[int, tuple[dict[str, torch.Tensor], Any]]] = {}
     own: dict[str, torch.Tensor]
@@ -204,10 +203,10 @@ def saved_by(lease: Lease, arena: Arena) -> dict[str, list[Saved]]:
             for name, where in parameters.items():
                 owner, _, attribute = f"{path}.{name}".rpartition(".")
                 at = found.setdefault(owner, {}).setdefault(slot, ({}, None))
-                at[0][attribute] = arena.view(slot, where)
+                at[0][attribute] = store.view(slot, where)
         for path, (ids, rows) in extras.tokens.items():
             own, _ = found.setdefault(path, {}).get(slot, ({}, None))
-            found[path][slot] = (own, (arena.view(slot, ids), arena.view(slot, rows)))
+            found[path][slot] = (own, (store.view(slot, ids), store.view(slot, rows)))
     return {
         path: [Saved(slot, parameters, tokens) for slot, (parameters, tokens) in slots.items()]
         for path, slots in found.items()

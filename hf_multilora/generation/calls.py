@@ -176,7 +176,7 @@ class Calls:
             lease = self.store.acquire(distinct, block=not self.holds_lock()) if distinct else None
             life = Life()
             try:
-                call = Call(keys, lease, self.store.arena, uniform, life, outer)
+                call = Call(keys, lease, self.store, uniform, life, outer)
                 if lease is not None and call.state is not None:
                     self._check(lease.touched, call.state.saved)
                 token = self._current.set(call)
@@ -196,7 +196,7 @@ class Calls:
 
         All that runs for adapters runs; the slots, their order of use and the statistics are left alone.
         """
-        call = Call((None,) * rows, None, self.store.arena, False, Life(), self.current())
+        call = Call((None,) * rows, None, self.store, False, Life(), self.current())
         if active:
             sites = frozenset(range(self.store.layout.n_sites))
             arena = self.store.arena

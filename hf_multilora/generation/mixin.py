@@ -256,11 +256,16 @@ def _stepped_forward(calls: Calls, step: Callable[..., Any], *args: Any, **kwarg
 
 
 def _compiled_forward(model: MultiLoraMixin, compiled: Any, *args: Any, **kwargs: Any) -> Any:
-    call = model.multilora.calls.current()
-    if call is not None and call.state is not None and call.state.saved:
-        logger.warning_once("An adapter of this batch saves whole modules: decoding is not compiled for it.")
-        return model(*args, **kwargs)
-    return model.multilora.calls.forward(compiled, args, kwargs)
+    calls = model.multilora.calls
+    call = calls.current()
+    if call is not None and call.state is not None:
+        if calls.store.spread:
+            logger.warning_once("The model computes on several devices: decoding is not compiled for adapters.")
+            return model(*args, **kwargs)
+        if call.state.saved:
+            logger.warning_once("An adapter of this batch saves whole modules: decoding is not compiled for it.")
+            return model(*args, **kwargs)
+    return calls.forward(compiled, args, kwargs)
 
 
 def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Any, assistant_ids: Any) -> Any:

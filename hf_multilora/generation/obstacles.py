@@ -74,7 +74,7 @@ def survey_model(model: Any) -> tuple[str | None, tuple[Hashable, ...]]:
     obstacle = None
     if "llama4" in str(getattr(model.config, "model_type", "")):
         obstacle = "transformers does not compile this architecture either"
-    if (getattr(model, "_tp_size", None) or 1) > 1:
+    if (getattr(model, "_tp_size", None) or 1) > 1 or model.multilora.store.spread:
         return "the model is spread over several devices", ()
     obstacle = obstacle_for_all() or obstacle
     for module in model.modules():

@@ -295,8 +295,11 @@ class LinearOp(ArenaOp):
     def _run(self, bound: _Bound, ys: tuple[Tensor, ...], x: Tensor) -> bool:
         """Prepared launches; False where these tensors are not like those that the recipe was made for."""
         device = self._device
-        if not x.is_contiguous() or _current_device() != device:
+        if not x.is_contiguous():
             return False
+        if _current_device() != device:  # a layer of a model that computes on several
+            with torch.cuda.device(device):
+                return self._run(bound, ys, x)
         graph, dtype = _grad_enabled(), bound.y
         bits = source = x.data_ptr()
         pointers = []
@@ -353,7 +356,10 @@ class EmbeddingOp(ArenaOp):
             recipe = self._recipes.get((x.shape, rows, x.dtype, y.dtype, row_starts is None))
             if recipe is not None and x.is_contiguous() and y.is_contiguous() and not y.requires_grad:
                 source, target = x.data_ptr(), y.data_ptr()
-                if not (source | target) & 15 and _current_device() == self._device:
+                if _current_device() != self._device:
+                    with torch.cuda.device(self._device):
+                        return self(y, x, row_slots, rows, cache, row_starts)
+                if not (source | target) & 15:
                     stream, slots, planes = _raw_stream(self._device), row_slots.data_ptr(), self.workspace.pointer
                     starts = slots if row_starts is None else row_starts.data_ptr()
                     recipe(stream, source, slots, starts, planes, self.site, target, target, target, target)

@@ -22,10 +22,8 @@ from ..parallel import Seam, seam_of
 from ..routing import Routing
 from ..rows import RowState
 from .direct import direct
+from .hooks import HOOKED, put_hook, take_hook
 
-# What accelerate puts on a module that it hooks. It stays on the base layer: a wrapper that seemed to be hooked would
-# be handed the base's own forward as "the old one", and the adapters would be lost without a word.
-HOOKED = ("forward", "_hf_hook", "_old_forward")
 _OWN = (
     "base_layer",
     "_routing",
@@ -41,6 +39,7 @@ _OWN = (
     "_direct",
     "_behind",
     "_seam",
+    "_kept",
 )
 
 
@@ -64,6 +63,7 @@ class LoraLayer(nn.Module):
     _direct: Callable[[torch.Tensor], torch.Tensor]  # the base's forward
     _seam: Seam | None  # what it took over from a layer whose inputs are split over ranks
     _rare = False  # whether adapters seldom train it: tokens, logits, experts, routers
+    _kept: dict[str, Any]  # what accelerate's hook, which is around the wrapper now, had put on the base
     _behind = False  # whether it lies behind the place where tokens without logits are left out
 
     @classmethod
@@ -82,7 +82,10 @@ class LoraLayer(nn.Module):
             _group=None,
             _direct=direct(base),
             _seam=None,
+            _kept=take_hook(base),
         )
+        if self._kept:
+            put_hook(self, self._kept["_hf_hook"])
         self._enter_seam()
         return self
 
@@ -130,10 +133,11 @@ class LoraLayer(nn.Module):
         base.__dict__.update(self._shared())
         if self._seam is not None:
             base.__dict__["forward"] = self._seam.forward
-        if "_hf_hook" in self.__dict__:
-            from accelerate.hooks import add_hook_to_module
-
-            add_hook_to_module(base, self.__dict__["_hf_hook"])
+        hook = self.__dict__.get("_hf_hook")
+        if hook is not None and hook is self._kept.get("_hf_hook"):
+            base.__dict__.update(self._kept)
+        elif hook is not None:
+            put_hook(base, hook)
         return base
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
@@ -145,9 +149,7 @@ class LoraLayer(nn.Module):
         for key, value in {**self._shared(), **hooked}.items():
             twin.__dict__[key] = copy.deepcopy(value, memo)
         if "_hf_hook" in self.__dict__:
-            from accelerate.hooks import add_hook_to_module
-
-            add_hook_to_module(twin, copy.deepcopy(self.__dict__["_hf_hook"], memo))
+            put_hook(twin, copy.deepcopy(self.__dict__["_hf_hook"], memo))
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:

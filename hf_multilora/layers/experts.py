@@ -68,18 +68,9 @@ class LoraExperts(LoraLayer):
         if not adapted and not saved:
             return self._base(args, kwargs)
         fitted = self._flat(state, self._rows_of(_inputs(args, kwargs)[0]))
-        y = self._brought(args, kwargs, fitted) if adapted else self._base(args, kwargs)
+        y = self._mixed(args, kwargs, fitted.tensor, fitted.rows) if adapted else self._base(args, kwargs)
         for own in saved:
             y = self._select(fitted, own.slot, run_with(self.base_layer, own, args, kwargs), y)
-        return y
-
-    def _brought(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: RowState) -> torch.Tensor:
-        """With the weights there: accelerate's hook brings offloaded ones in, and takes them away again."""
-        hook = self.base_layer.__dict__.get("_hf_hook")
-        if hook is None:
-            return self._mixed(args, kwargs, state.tensor, state.rows)
-        args, kwargs = hook.pre_forward(self.base_layer, *args, **kwargs)
-        y: torch.Tensor = hook.post_forward(self.base_layer, self._mixed(args, kwargs, state.tensor, state.rows))
         return y
 
     def _select(self, state: RowState, slot: int, own: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,8 @@ from transformers.pytorch_utils import Conv1D
 
 from ..parallel import seam_of
 from ..rows import RowState
-from .base import HOOKED, LoraLayer
+from .base import LoraLayer
+from .hooks import HOOKED, only_aligns
 from .registry import register_layer
 from .saved import run_with, select, widened
 from .siblings import Group
@@ -149,6 +150,7 @@ def may_group(wrapper: LoraLayer) -> bool:
         and all(getattr(type(wrapper), name) is getattr(LoraLinear, name) for name in own)
         and not wrapper._scattered
         and (wrapper.base_layer.__dict__.keys().isdisjoint(HOOKED) or _split(wrapper))
+        and (wrapper.__dict__.keys().isdisjoint(HOOKED) or only_aligns(wrapper))
     )
 
 

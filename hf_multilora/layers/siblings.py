@@ -114,6 +114,8 @@ class Group:
         misses: forwards in a row that have ended with a stash.
     """
 
+    apart = False  # whether compiled forwards serve each member alone
+
     __slots__ = (
         "__weakref__", "_dicts", "_direct", "bases", "changed", "members", "misses", "op", "proven", "routing",
         "sites", "trusted",
@@ -130,7 +132,7 @@ class Group:
         self.proven = False
         self.misses = 0
         self._direct = tuple(member._direct for member in members)
-        self._dicts = tuple(member.__dict__ for member in members)
+        self._dicts: tuple[dict[str, Any], ...] = tuple(member.__dict__ for member in members)
         for place, member in enumerate(members):
             member.__dict__.update(_group=self, _place=place)
 
@@ -162,7 +164,7 @@ class Group:
 
     def trace(self, place: int, x: torch.Tensor, row_slots: torch.Tensor, rows: int) -> torch.Tensor:
         """The same in a compiled forward, where nothing else is stashed. Always an output: alone, where it has to."""
-        if any(_hooked(member.__dict__) for member in self.members):
+        if self.apart or any(_hooked(member.__dict__) for member in self.members):
             base, op = self.bases[place], self.members[place]._op
             h = None if self.routing.vectors else op.begin(x, row_slots, rows)
             y: torch.Tensor = op.end((base.forward(x),), x, h, row_slots, rows)[0]
@@ -180,7 +182,7 @@ class Group:
             member.__dict__["_group"] = None
         for run in _runs(zip(self.members, kinds, strict=True)):
             if len(run) > 1:
-                Group(run, self.routing, Source(False, self.changed))
+                type(self)(run, self.routing, Source(False, self.changed))
 
     def _suits(self, ys: Sequence[Any], x: torch.Tensor) -> bool:
         """Whether the base layers return what one op can add to; else the group is no more."""
@@ -191,6 +193,30 @@ class Group:
         if not good:
             self.split(range(len(self.members)))
         return good
+
+
+class AlignedGroup(Group):
+    """A group whose members have hooks of accelerate that only bring x to their device, as in a dispatched model.
+
+    The hooks run around each member, and x, which lies there already, passes them as it is. Compiled forwards break at
+    each hook, so that graphs would end with a stash.
+    """
+
+    apart = True
+
+    __slots__ = ("_aligned",)
+
+    def __init__(self, members: Sequence[Any], routing: Routing, source: Source) -> None:
+        super().__init__(members, routing, source)
+        self._aligned = [(attributes, attributes.get("forward")) for attributes in self._dicts]
+        self._dicts = ()
+
+    def lead(self, place: int, x: torch.Tensor, state: RowState) -> torch.Tensor | None:
+        unseen = x.is_inference()
+        for attributes, forward in self._aligned:
+            if attributes.get("forward") is not forward or (unseen and _hooked(attributes)):
+                return None
+        return super().lead(place, x, state)
 
 
 def _hooked(attributes: dict[str, Any]) -> bool:
@@ -225,7 +251,9 @@ def form_groups(wrappers: Iterable[tuple[nn.Module, str, Any]], routing: Routing
                     names = tuple(named[id(wrapper)] for wrapper in run)
                     grouped.update(names)
                     owner: Any = type(children[0][0])
-                    Group(run, routing, _source_of(owner, owner.forward, names))
+                    hooked = any("_hf_hook" in wrapper.__dict__ for wrapper in run)
+                    kind = AlignedGroup if hooked else Group
+                    kind(run, routing, _source_of(owner, owner.forward, names))
 
 
 def _runs(wrappers: Iterable[tuple[Any, Any]]) -> Iterator[list[Any]]:

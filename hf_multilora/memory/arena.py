@@ -1,4 +1,4 @@
-"""Arena: one flat device buffer that holds every slot."""
+"""Arena: one flat device buffer that holds every slot, or the part of every slot that one device is for."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Arena:
     Args:
         layout: the model's sites.
         max_loras: number of slots.
-        slot_bytes: bytes of one slot, rounded up to a multiple of 256.
+        slot_bytes: bytes of one slot (here), rounded up to a multiple of 256.
         device, dtype: of the slots' factors.
 
     Attributes:

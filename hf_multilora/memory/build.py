@@ -9,7 +9,7 @@ import torch
 
 from .direct import Entry, Recipe
 from .direct import fill as fill_directly
-from .layout import FACTOR_ALIGN, META, Layout, align
+from .layout import FACTOR_ALIGN, META, SLOT_ALIGN, Layout, align
 from .pinned import host_block
 
 Fill = Callable[[torch.Tensor], None] | Recipe  # writes an entry into its place in the block, or says how it is made
@@ -17,15 +17,15 @@ Vector = tuple[Hashable, Fill]  # a gain or a shift: what it is, and how it is w
 
 
 class Builder:
-    """Header, factors and vectors of one adapter on their way into a block; `ranks` has the sites placed so far."""
+    """Headers, factors and vectors of one adapter on their way into a block; `ranks` has the sites placed so far."""
 
     def __init__(self, layout: Layout, dtype: torch.dtype) -> None:
         self.layout, self.dtype = layout, dtype
         self.ranks: dict[int, int] = {}
-        self._end = layout.header_bytes
-        self._places: dict[Hashable, int] = {}  # what is stored -> first byte
+        self._ends = [layout.header_bytes] * layout.n_groups  # bytes of each part so far
+        self._places: dict[Hashable, int] = {}  # (group, what is stored) -> first byte in its part
         self._rows: dict[int, list[int]] = {}
-        self._fills: list[tuple[int, tuple[int, ...], torch.dtype, Fill]] = []
+        self._fills: list[tuple[int, int, tuple[int, ...], torch.dtype, Fill]] = []  # group, place in its part, ...
 
     def add(
         self,
@@ -44,8 +44,8 @@ class Builder:
         """
         where, (a_count, b_count) = self.layout.sites[site], experts or (0, 0)
         a_shape, b_shape = where.a_shape(rank, a_count), where.b_shape(rank, b_count)
-        a_at = self.place(a_key, a_shape, self.dtype, a)
-        b_at = self.place(b_key, b_shape, self.dtype, b)
+        a_at = self.place(a_key, a_shape, self.dtype, a, where.group)
+        b_at = self.place(b_key, b_shape, self.dtype, b, where.group)
         steps = [math.prod(shape[1:]) if count > 1 else 0 for shape, count in ((a_shape, a_count), (b_shape, b_count))]
         self.ranks[site] = rank
         self._rows[site] = [a_at // self.dtype.itemsize, b_at // self.dtype.itemsize, rank, *steps]
@@ -56,48 +56,69 @@ class Builder:
         row = self._rows.setdefault(site, [0] * META)
         for column, vector in ((3, gain), (4, shift)):
             if vector is not None:
-                key, fill = vector
-                at = self.place(("vector", key), (self.layout.sites[site].out_features,), torch.float32, fill)
+                (key, fill), where = vector, self.layout.sites[site]
+                at = self.place(("vector", key), (where.out_features,), torch.float32, fill, where.group)
                 row[column] = at // 4
 
-    def place(self, key: Hashable, shape: Sequence[int], dtype: torch.dtype, fill: Fill) -> int:
-        """The first byte of an entry; one that has an equal key already is not stored again."""
-        place = self._places.get(key)
+    def place(self, key: Hashable, shape: Sequence[int], dtype: torch.dtype, fill: Fill, group: int = 0) -> int:
+        """The first byte of an entry in its group's part; one that has an equal key there is not stored again."""
+        place = self._places.get((group, key))
         if place is None:
-            place = self._places[key] = self._end
-            self._fills.append((place, tuple(shape), dtype, fill))
-            self._end = align(place + math.prod(shape) * dtype.itemsize, FACTOR_ALIGN)
+            place = self._places[group, key] = self._ends[group]
+            self._fills.append((group, place, tuple(shape), dtype, fill))
+            self._ends[group] = align(place + math.prod(shape) * dtype.itemsize, FACTOR_ALIGN)
         return place
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """(first byte, end) of each group's part of the block."""
+        parts, start = [], 0
+        for end in self._ends:
+            parts.append((start, start + end))
+            start = align(start + end, SLOT_ALIGN)
+        return tuple(parts)
 
     # Under inference_mode the block would become an inference tensor; a parameter as source must not be recorded.
     @torch.inference_mode(False)
     @torch.no_grad()
     def build(self, pin: bool) -> torch.Tensor:
         """The filled block, uint8."""
-        return host_block(self._end, self._fill, pin=pin)
+        return host_block(self.parts[-1][1], self._fill, pin=pin)
 
     def _fill(self, block: torch.Tensor) -> None:
-        stored = [Entry(place, dtype, fill) for place, _, dtype, fill in self._fills if isinstance(fill, Recipe)]
+        starts = [start for start, _ in self.parts]
+        stored = [
+            Entry(starts[group] + place, dtype, fill)
+            for group, place, _, dtype, fill in self._fills
+            if isinstance(fill, Recipe)
+        ]
         fill_directly(block, stored, lambda: self._fill_others(block))
 
     def _fill_others(self, block: torch.Tensor) -> None:
-        """Everything but what is made straight from stored bytes: header, padding, computed entries."""
-        views = {dtype: block.view(dtype) for _, _, dtype, _ in self._fills}
-        block[: self.layout.header_bytes].zero_()
-        for place, shape, dtype, fill in self._fills:
+        """Everything but what is made straight from stored bytes: headers, padding, computed entries."""
+        views = {dtype: block.view(dtype) for *_, dtype, _ in self._fills}
+        parts, end = self.parts, 0
+        for start, stop in parts:
+            block[end:start].zero_()
+            block[start : start + self.layout.header_bytes].zero_()
+            end = stop
+        for group, place, shape, dtype, fill in self._fills:
+            place += parts[group][0]
             stop = place + math.prod(shape) * dtype.itemsize
             if not isinstance(fill, Recipe):
                 fill(views[dtype][place // dtype.itemsize : stop // dtype.itemsize].view(shape))
             padding = align(stop, FACTOR_ALIGN)
             if padding != stop:  # the content hash covers every byte
                 block[stop:padding].zero_()
-        if self._rows:
-            table = torch.tensor(list(self._rows.values()), dtype=torch.int64, device="cpu")
-            header_of(block, self.layout)[list(self._rows)] = table
+        for group, (start, stop) in enumerate(parts):
+            rows = {site: row for site, row in self._rows.items() if self.layout.sites[site].group == group}
+            if rows:
+                table = torch.tensor(list(rows.values()), dtype=torch.int64, device="cpu")
+                header_of(block[start:stop], self.layout)[list(rows)] = table
 
 
 def header_of(block: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The table at the start of a block, int64 [n_sites, 5]."""
+    """The table at the start of a block, or of a part, int64 [n_sites, 5]."""
     return block[: layout.n_sites * META * 8].view(torch.int64).view(layout.n_sites, META)
 
 

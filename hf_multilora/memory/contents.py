@@ -53,10 +53,11 @@ def entries_of(packed: PackedAdapter) -> dict[str, int]:
                 count(site.path, offset * itemsize, factor.nbytes)
         for start in filter(None, () if site.kind == "experts" else vectors):
             count(site.path, 4 * start, 4 * site.out_features)
+    starts = [start for start, _ in packed.parts]
     for path, tensors in packed.extras.saved.items():
         for name, tensor in tensors.items():
-            count(f"{path}.{name}", tensor.offset, tensor.nbytes)
+            count(f"{path}.{name}", starts[tensor.group] + tensor.offset, tensor.nbytes)
     for path, both in packed.extras.tokens.items():
         for tensor in both:
-            count(f"token rows of {path}", tensor.offset, tensor.nbytes)
+            count(f"token rows of {path}", starts[tensor.group] + tensor.offset, tensor.nbytes)
     return sizes

@@ -11,8 +11,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,27 +21,37 @@ import torch
 from ..config import MultiLoraConfig
 from ..errors import SlotError
 from .arena import Arena
-from .extras import BaseDtype
+from .extras import BaseDtype, SavedTensor
 from .layout import Layout
 from .lease import Grant, Line, Ticket
 from .pack import PackedAdapter
 from .registry import Entry, Registry
 from .slots import Slot, SlotTable
+from .spread import SpreadTransfer
 from .transfer import Transfer
+
+Devices = torch.device | str | Sequence[torch.device | str]
 
 # Waiters look up at least this often (seconds): a lost lease is noted without the lock, so nobody is woken for it.
 _POLL = 0.5
 
 
 class StoreCore:
-    """State of an AdapterStore. Methods with a leading underscore expect the lock to be held, unless they say not."""
+    """State of an AdapterStore. Methods with a leading underscore expect the lock to be held, unless they say not.
 
-    def __init__(
-        self, layout: Layout, config: MultiLoraConfig, device: torch.device | str, dtype: torch.dtype
-    ) -> None:
+    Attributes:
+        arenas: one for each group of the layout's sites, on the device where these compute.
+        arena: the first of them, which is the only one of most models; it has what is not kept for each.
+    """
+
+    def __init__(self, layout: Layout, config: MultiLoraConfig, device: Devices, dtype: torch.dtype) -> None:
         self.layout, self.config = layout, config
-        self.arena = Arena(layout, config.max_loras, self._slot_bytes(dtype), device, dtype)
-        self._transfer = Transfer(self.arena)
+        self.arenas = tuple(
+            Arena(layout, config.max_loras, self._slot_bytes(dtype, group), place, dtype)
+            for group, place in enumerate(devices_of(device, layout))
+        )
+        self.arena = self.arenas[0]
+        self._transfer: Any = self._transfers()
         self._slots = SlotTable(config.max_loras)
         self._registry = Registry(config.max_cpu_loras)
         self._line = Line()
@@ -55,10 +66,22 @@ class StoreCore:
     @property
     def pin_memory(self) -> bool:
         """Whether host blocks are to be page-locked."""
-        return self.arena.device.type == "cuda"
+        return any(arena.device.type == "cuda" for arena in self.arenas)
 
-    def _slot_bytes(self, dtype: torch.dtype) -> int:
-        return self.config.slot_bytes or self.layout.default_slot_bytes(self.config.max_lora_rank, dtype)
+    @property
+    def spread(self) -> bool:
+        """Whether slots have parts on several devices."""
+        return len(self.arenas) > 1
+
+    def view(self, slot: int, saved: SavedTensor) -> torch.Tensor:
+        """A saved tensor of the adapter in a slot, where its module computes."""
+        return self.arenas[saved.group].view(slot, saved)
+
+    def _transfers(self, before: Any = None) -> Transfer | SpreadTransfer:
+        return SpreadTransfer(self.arenas, before) if self.spread else Transfer(self.arena, before)
+
+    def _slot_bytes(self, dtype: torch.dtype, group: int = 0) -> int:
+        return self.config.slot_bytes or self.layout.default_slot_bytes(self.config.max_lora_rank, dtype, group)
 
     # -- the lock
 
@@ -201,3 +224,11 @@ class StoreCore:
             with self._lock:
                 if entry.version is before:
                     entry.version = after
+
+
+def devices_of(device: Devices, layout: Layout) -> list[torch.device | str]:
+    """One for each group of sites."""
+    places = [device] if isinstance(device, (str, torch.device)) else list(device)
+    if len(places) != layout.n_groups:
+        raise ValueError(f"{len(places)} devices for {layout.n_groups} groups of sites")
+    return places

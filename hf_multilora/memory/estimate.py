@@ -33,15 +33,18 @@ def estimate_memory(
         saved: what an adapter saves whole (a head, an embedding, a norm): parameter name -> bytes in the base's dtype.
 
     Returns:
-        "arena": all of what is allocated on the device; "slot": one slot; "header": its table; "tail": the zeros at
-        the end of the arena; "adapter": one adapter's block, in host memory and as copied into a slot: plain factors
-        (those shared between sites count each time) and what is in `saved`; where it is more than "slot", slot_bytes
-        has to be raised to it; "largest": module path -> bytes of its factors, gain and shift in a slot at
-        max_lora_rank, and what is in `saved`, the largest ones first.
+        "arena": all of what is allocated, on all devices together; "slot": one slot; "header": its table (one on each
+        device); "tail": the zeros at the end of the arena; "adapter": one adapter's block, in host memory and as
+        copied into a slot: plain factors (those shared between sites count each time) and what is in `saved`; where it
+        is more than "slot", slot_bytes has to be raised to it; "largest": module path -> bytes of its factors, gain
+        and shift in a slot at max_lora_rank, and what is in `saved`, the largest ones first.
     """
     itemsize = dtype.itemsize
-    slot = align(slot_bytes or layout.default_slot_bytes(max_lora_rank, dtype), SLOT_ALIGN)
-    arena = arena_bytes(layout, max_loras, slot, dtype)
+    slots = [
+        align(slot_bytes or layout.default_slot_bytes(max_lora_rank, dtype, group), SLOT_ALIGN)
+        for group in range(layout.n_groups)
+    ]
+    slot, arena = sum(slots), sum(arena_bytes(layout, max_loras, part, dtype) for part in slots)
     by_path: dict[str, int] = {}
     for site in layout.sites:
         nbytes = site.nbytes(max_lora_rank, itemsize) + 2 * site.vector_bytes
@@ -54,7 +57,7 @@ def estimate_memory(
     return {
         "arena": arena,
         "slot": slot,
-        "header": layout.header_bytes,
+        "header": layout.header_bytes * layout.n_groups,
         "tail": arena - max_loras * slot,
         "adapter": layout.packed_bytes(by_site, dtype) + sum(whole.values()),
         "largest": dict(sorted((by_path | whole).items(), key=lambda item: -item[1])[:_LARGEST]),

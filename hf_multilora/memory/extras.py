@@ -28,20 +28,22 @@ class SavedTensor:
     """Where a tensor lies in its block.
 
     Attributes:
-        offset: bytes from the first byte of the block, and so of the slot; a multiple of 64.
+        offset: bytes from the first byte of its group's part of the block, and so of the slot; a multiple of 64.
         shape, dtype: of the tensor, row-major.
+        group: of the device where the module computes.
     """
 
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    group: int = 0
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, block: torch.Tensor) -> torch.Tensor:
-        """The tensor itself, as a view of a block or a slot (uint8, flat)."""
+        """The tensor itself, as a view of its part of a block, or of a slot (uint8, flat)."""
         return block[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
 
 
@@ -84,14 +86,15 @@ class Extras:
         found += ["aLoRA's invocation tokens"] if self.invocation else []
         return found + ([f"a vocabulary of {self.vocab_size}"] if self.vocab_size is not None else [])
 
-    def packed_by(self, builder: Builder, block: torch.Tensor, base: BaseDtype | None) -> Extras:
-        """Place these tensors, found in `block`, in another block; cast where the base's dtypes changed."""
+    def packed_by(
+        self, builder: Builder, view: Callable[[SavedTensor], torch.Tensor], base: BaseDtype | None
+    ) -> Extras:
+        """Place these tensors, as `view` finds them, in another block; cast where the base's dtypes changed."""
 
         def moved(tensor: SavedTensor, dtype: torch.dtype) -> SavedTensor:
-            key = ("extra", tensor, dtype)
-            return SavedTensor(
-                builder.place(key, tensor.shape, dtype, copied(tensor.view(block))), tensor.shape, dtype
-            )
+            key, group = ("extra", tensor, dtype), tensor.group
+            place = builder.place(key, tensor.shape, dtype, copied(view(tensor)), group)
+            return SavedTensor(place, tensor.shape, dtype, group)
 
         saved = {
             path: {name: moved(tensor, followed(tensor.dtype, path, name, base)) for name, tensor in tensors.items()}
@@ -135,10 +138,10 @@ def place_extras(
         AdapterMatchError: a parameter or a module that comes twice, or token rows that are not one for each id.
     """
 
-    def placed(ref: object, tensor: torch.Tensor | Stored, dtype: torch.dtype) -> SavedTensor:
-        shape = tuple(tensor.shape)
+    def placed(ref: object, tensor: torch.Tensor | Stored, dtype: torch.dtype, name: str) -> SavedTensor:
+        shape, group = tuple(tensor.shape), builder.layout.group_of(name.rpartition(".")[0])
         fill = Recipe(tensor) if isinstance(tensor, Stored) else copied(tensor)
-        return SavedTensor(builder.place(("extra", ref, dtype), shape, dtype, fill), shape, dtype)
+        return SavedTensor(builder.place(("extra", ref, dtype), shape, dtype, fill, group), shape, dtype, group)
 
     modules: dict[str, dict[str, SavedTensor]] = {}
     for item in saved:
@@ -146,7 +149,8 @@ def place_extras(
         module = modules.setdefault(item.path, {})
         if item.name in module:
             raise AdapterMatchError(f"{item.path!r}: {item.name!r} is saved twice.")
-        module[item.name] = placed(item.ref, tensor, followed(tensor.dtype, item.path, item.name, base))
+        dtype = followed(tensor.dtype, item.path, item.name, base)
+        module[item.name] = placed(item.ref, tensor, dtype, f"{item.path}.{item.name}")
     rows: dict[str, tuple[SavedTensor, SavedTensor]] = {}
     for group in tokens:
         tensor, ids = (
@@ -158,7 +162,7 @@ def place_extras(
         if len(tensor.shape) != 2 or tensor.shape[0] != len(ids):
             raise AdapterMatchError(f"{group.path!r}: rows of {len(ids)} tokens have the shape {tuple(tensor.shape)}.")
         rows[group.path] = (
-            placed(tuple(group.ids), ids, torch.int64),
-            placed(group.ref, tensor, followed(tensor.dtype, group.path, "weight", base)),
+            placed(tuple(group.ids), ids, torch.int64, f"{group.path}.weight"),
+            placed(group.ref, tensor, followed(tensor.dtype, group.path, "weight", base), f"{group.path}.weight"),
         )
     return frozen(modules, rows, invocation, vocab_size)

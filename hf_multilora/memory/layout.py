@@ -13,12 +13,16 @@ slices of one layer are consecutive, in the order of its output rows. A host blo
                              In place of the two vectors the header has elements from one expert's A to the next, and
                              the same of B: 0 where they share it
              gain, shift:    float32 [width of the slice]; gain is folded into B, too
+
+Where layers compute on several devices, sites are in as many *groups*. A block has a part for each group, one after
+the other, at multiples of 256 bytes; each is as above, with a header of all sites (rank 0 at those of other groups)
+and offsets that count from its own first byte, and is what a slot on that device holds.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,6 +64,7 @@ class Site:
     rows: Ranges | None = None
     columns: Ranges | None = None
     first: bool = True
+    group: int = 0  # of the sites that lie on one device
 
     def __post_init__(self) -> None:
         if self.whole == (0, 0):
@@ -97,22 +102,30 @@ class Layout:
         experts: numbers of the sites of experts.
         header_bytes: bytes of the header, padding included.
         max_dim: the largest in_features or out_features of any site.
+        group_of: module path -> the group of what is saved of it.
+        n_groups: their number; more than one where the model computes on several devices.
     """
 
-    def __init__(self, sites: Iterable[Site]) -> None:
+    def __init__(self, sites: Iterable[Site], group_of: Callable[[str], int] | None = None) -> None:
         self.sites = tuple(sites)
         self.n_sites = len(self.sites)
+        self.n_groups = 1 + max((site.group for site in self.sites), default=0)
+        self.group_of = group_of or (lambda path: 0)
         self.experts = [site.index for site in self.sites if site.kind == "experts"]
         self.header_bytes = align(self.n_sites * META * 8, SLOT_ALIGN)
         self.max_dim = max((max(s.in_features, s.out_features) for s in self.sites), default=1)
         self._by_key = {(s.path, s.slice): s for s in self.sites}
 
     @classmethod
-    def from_targets(cls, targets: Mapping[str, Target]) -> Layout:
-        """Number the slices of `targets` (module path -> Target) in the mapping's order."""
+    def from_targets(cls, targets: Mapping[str, Target], group_of: Callable[[str], int] | None = None) -> Layout:
+        """Number the slices of `targets` (module path -> Target) in the mapping's order.
+
+        Args:
+            group_of: path of a target, or of any module that may be saved -> its group; None: there is one.
+        """
         sites: list[Site] = []
         for target in targets.values():
-            start = 0
+            start, group = 0, group_of(target.path) if group_of else 0
             shard: Shard = getattr(target, "shard", None) or _ALL
             for i, width in enumerate(target.widths):
                 inside, experts = target.in_features, target.experts
@@ -129,10 +142,11 @@ class Layout:
                     rows=rows,
                     columns=shard.columns,
                     first=shard.columns is None or shard.rank == 0,
+                    group=group,
                 )
                 sites.append(site)
                 start += width
-        return cls(sites)
+        return cls(sites, group_of)
 
     def site(self, path: str, slice: int = 0) -> Site:
         """Return the site of one slice of a layer.
@@ -144,15 +158,18 @@ class Layout:
 
     def packed_bytes(self, ranks: Mapping[int, int], dtype: torch.dtype) -> int:
         """Bytes of a plain block (no gain, no shift) whose sites have `ranks` (site -> rank) and share no factor."""
-        itemsize = dtype.itemsize
-        return self.header_bytes + sum(self.sites[i].nbytes(rank, itemsize) for i, rank in ranks.items())
+        ends = [self.header_bytes] * self.n_groups
+        for i, rank in ranks.items():
+            ends[self.sites[i].group] += self.sites[i].nbytes(rank, dtype.itemsize)
+        return sum(align(end, SLOT_ALIGN) for end in ends[:-1]) + ends[-1]
 
-    def default_slot_bytes(self, max_rank: int, dtype: torch.dtype) -> int:
-        """Bytes of a slot with room for every layer at `max_rank`, with a gain and a shift.
+    def default_slot_bytes(self, max_rank: int, dtype: torch.dtype, group: int = 0) -> int:
+        """Bytes of a group's slot with room for every layer at `max_rank`, with a gain and a shift.
 
         Experts and whole saved parameters (heads, embeddings) are not in it: they would be most of it, for adapters
         that seldom have them.
         """
-        usual = [site.index for site in self.sites if site.kind != "experts"]
-        factors = self.packed_bytes(dict.fromkeys(usual, max_rank), dtype)
-        return align(factors + sum(2 * site.vector_bytes for site in self.sites), SLOT_ALIGN)
+        sites = [site for site in self.sites if site.group == group]
+        factors = sum(site.nbytes(max_rank, dtype.itemsize) for site in sites if site.kind != "experts")
+        vectors = sum(2 * site.vector_bytes for site in sites)
+        return align(self.header_bytes + factors + vectors, SLOT_ALIGN)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -55,7 +55,7 @@ class Grant:
     """A call's membership in its slots, and the streams on which it waited for their copies."""
 
     thread: int = field(default_factory=threading.get_ident)
-    streams: dict[int, torch.cuda.Stream] = field(default_factory=dict)
+    streams: dict[Hashable, torch.cuda.Stream] = field(default_factory=dict)
 
 
 class Lease:
@@ -78,7 +78,7 @@ class Lease:
         self.slots: dict[Key, int] = {}
         self.tags: dict[Key, Hashable] = {}
         self.touched: frozenset[int] = frozenset()
-        self._ready: list[torch.cuda.Event | None] = []
+        self._ready: list[Any] = []  # of the store's transfer
         self.extras: dict[Key, Extras] = {}
         self._grant = grant
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,8 @@ class LoadingStore(StoreCore):
     def pack(self, factors: Iterable[Factor], **extras: Any) -> PackedAdapter:
         """`pack` for this store's layout, dtype and device."""
         # Page-locking needs a CUDA context; threads begin with the first device, which may be another one's.
-        with torch.cuda.device(self.arena.device) if self.pin_memory else nullcontext():
+        cuda = next((arena.device for arena in self.arenas if arena.device.type == "cuda"), None)
+        with torch.cuda.device(cuda) if cuda is not None else nullcontext():
             return pack(factors, self.layout, self.arena.dtype, pin=self.pin_memory, **extras)
 
     def names(self) -> list[str]:
@@ -122,15 +123,22 @@ class LoadingStore(StoreCore):
         ms = (time.perf_counter() - began) * 1e3 if loaded.read_ms is None else loaded.read_ms
         return loaded, self._check_bytes(f"Adapter {name!r}", packed), ms
 
-    def _check_bytes(self, what: str, packed: PackedAdapter, slot_bytes: int | None = None) -> PackedAdapter:
-        slot_bytes = slot_bytes or self.arena.slot_bytes
-        if packed.nbytes > slot_bytes:
-            largest = sorted(entries_of(packed).items(), key=lambda item: -item[1])[:_LARGEST]
-            listed = ", ".join(f"{name} {megabytes(nbytes)}" for name, nbytes in largest)
-            raise SlotError(
-                f"{what} needs {packed.nbytes} bytes, a slot holds {slot_bytes}. Enable the model with "
-                f"slot_bytes={packed.nbytes} or more. Its largest entries: {listed}."
-            )
+    def _check_bytes(self, what: str, packed: PackedAdapter, slot_bytes: Sequence[int] | None = None) -> PackedAdapter:
+        """Raises: SlotError where a part of the block is larger than its slot (`slot_bytes` says how large these
+        are to be, by group)."""
+        needed = [stop - start for start, stop in packed.parts]
+        most = max(needed)
+        for nbytes, arena, room in zip(
+            needed, self.arenas, slot_bytes or [a.slot_bytes for a in self.arenas], strict=True
+        ):
+            if nbytes > room:
+                largest = sorted(entries_of(packed).items(), key=lambda item: -item[1])[:_LARGEST]
+                listed = ", ".join(f"{name} {megabytes(nbytes)}" for name, nbytes in largest)
+                where = f" on {arena.device}" if self.spread else ""
+                raise SlotError(
+                    f"{what} needs {nbytes} bytes{where}, a slot holds {room}{' there' if where else ''}. Enable the "
+                    f"model with slot_bytes={most} or more. Its largest entries: {listed}."
+                )
         return packed
 
     def _account(self, packed: PackedAdapter, ms: float) -> None:

@@ -35,21 +35,46 @@ class PackedAdapter:
         rank: the largest of them, 0 for an adapter without factors.
         nbytes: bytes of the block, header included.
         extras: what it has beside factors, gains and shifts.
+        parts: (first byte, end) of each group of sites: what a slot on that group's device holds.
     """
 
-    __slots__ = ("_digest", "block", "dtype", "extras", "layout", "nbytes", "rank", "ranks")
+    __slots__ = ("_digest", "block", "dtype", "extras", "layout", "nbytes", "parts", "rank", "ranks")
 
     def __init__(
-        self, block: torch.Tensor, layout: Layout, dtype: torch.dtype, ranks: dict[int, int], extras: Extras
+        self,
+        block: torch.Tensor,
+        layout: Layout,
+        dtype: torch.dtype,
+        ranks: dict[int, int],
+        extras: Extras,
+        parts: Sequence[tuple[int, int]] = (),
     ) -> None:
         self.block, self.layout, self.dtype, self.ranks, self.extras = block, layout, dtype, ranks, extras
+        self.parts = tuple(parts) or ((0, block.numel()),)
         self.nbytes = block.numel()
         self.rank = max(ranks.values(), default=0)
         self._digest: str | None = None
 
+    def part(self, group: int) -> torch.Tensor:
+        """The bytes of one group of sites."""
+        if len(self.parts) == 1:
+            return self.block
+        start, stop = self.parts[group]
+        return self.block[start:stop]
+
     def header(self) -> torch.Tensor:
-        """The table, int64 [n_sites, 5] = (a_off, b_off, rank, gain_off, shift_off)."""
-        return header_of(self.block, self.layout)
+        """The table, int64 [n_sites, 5] = (a_off, b_off, rank, gain_off, shift_off), with offsets into the block."""
+        if len(self.parts) == 1:
+            return header_of(self.block, self.layout)
+        tables = torch.stack([header_of(self.part(group), self.layout) for group in range(len(self.parts))])
+        groups = torch.tensor([site.group for site in self.layout.sites], device="cpu")
+        table = tables[groups, torch.arange(len(groups), device="cpu")]
+        starts = torch.tensor([start for start, _ in self.parts], device="cpu")[groups, None]
+        table[:, :2] += torch.where(table[:, 2:3] > 0, starts // self.dtype.itemsize, 0)
+        vectors = table[:, 3:].ne(0)
+        vectors[self.layout.experts] = False  # elements between experts, there
+        table[:, 3:] += torch.where(vectors, starts // 4, 0)
+        return table
 
     def factors(self, site: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of a touched site's factors as stored (shapes: `Site.a_shape`, `Site.b_shape`)."""
@@ -74,7 +99,7 @@ class PackedAdapter:
 
     def view(self, saved: SavedTensor) -> torch.Tensor:
         """A saved tensor, as a view of the block."""
-        return saved.view(self.block)
+        return saved.view(self.part(saved.group))
 
     def digest(self) -> str:
         """Content hash in hex: sha256 over the sha256 of each 4 MiB (so that cores can share the work), and extras."""
@@ -116,7 +141,7 @@ class PackedAdapter:
                     None if gain is None else (gain_off, copied(gain)),
                     None if shift is None else (shift_off, copied(shift)),
                 )
-        return _packed(builder, pin, self.extras.packed_by(builder, self.block, base_dtype))
+        return _packed(builder, pin, self.extras.packed_by(builder, self.view, base_dtype))
 
 
 def pack(
@@ -209,7 +234,7 @@ def compose(
 
 
 def _packed(builder: Builder, pin: bool, extras: Extras) -> PackedAdapter:
-    return PackedAdapter(builder.build(pin), builder.layout, builder.dtype, builder.ranks, extras)
+    return PackedAdapter(builder.build(pin), builder.layout, builder.dtype, builder.ranks, extras, builder.parts)
 
 
 def _factor_views(data: torch.Tensor, site: Site, row: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

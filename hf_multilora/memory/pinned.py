@@ -26,6 +26,7 @@ logger = logging.get_logger(__name__)
 _LARGE = 1 << 20  # below, the allocator's cache of small blocks is the better choice
 _KEPT = 256 << 20  # bytes of mappings that nobody uses and that are kept, in all
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK of Linux 4.14
+_PORTABLE = 1  # cudaHostRegisterPortable: for copies to any device, not the current one alone
 _SLACK = 1.25  # a mapping may be larger than the block in it by this factor
 
 
@@ -82,7 +83,7 @@ def _mapped(nbytes: int) -> _Mapping:
 
 def _registered(mapping: _Mapping) -> _Mapping:
     try:
-        status = torch.cuda.cudart().cudaHostRegister(mapping.address, len(mapping.memory), 0)
+        status = torch.cuda.cudart().cudaHostRegister(mapping.address, len(mapping.memory), _PORTABLE)
     except RuntimeError as error:
         _warn(error)
         return mapping

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..report import CacheCounters
 from .extras import Extras
@@ -30,7 +30,7 @@ class Slot:
         extras: what the block has beside factors, gains and shifts.
         users: calls in flight that read it. A set of tokens rather than a number, so that leaving twice is harmless.
         stale: reloaded or unloaded while in use: nobody new gets it, and the last user frees it.
-        ready: the copy that filled it (CUDA).
+        ready: the copy that filled it (CUDA; where there are several devices, one for each).
         last_use: the last forward that read it, by stream (CUDA).
     """
 
@@ -44,8 +44,8 @@ class Slot:
     pinned: bool = False
     stale: bool = False
     used: int = 0
-    ready: torch.cuda.Event | None = None
-    last_use: dict[int, torch.cuda.Event] = field(default_factory=dict)
+    ready: Any = None
+    last_use: dict[Hashable, torch.cuda.Event] = field(default_factory=dict)
 
     def free(self) -> None:
         """Forget the content. `last_use` stays: the next copy still has to wait for it."""

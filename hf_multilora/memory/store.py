@@ -15,12 +15,12 @@ from transformers.utils import logging
 from ..errors import SlotError
 from ..report import AdapterStatus, Status
 from .ahead import Ahead, Hold
+from .core import Devices, devices_of
 from .extras import BaseDtype
 from .lease import Grant, Ticket
 from .leasing import LeasingStore
 from .pack import PackedAdapter
 from .registry import Entry
-from .transfer import Transfer
 
 logger = logging.get_logger(__name__)
 
@@ -35,7 +35,7 @@ class AdapterStore(LeasingStore):
     Args:
         layout: the model's sites.
         config: max_loras, max_lora_rank, max_cpu_loras and slot_bytes are read here.
-        device, dtype: of the slots.
+        device, dtype: of the slots; several devices, where the layout has as many groups of sites.
 
     Raises:
         ConfigError, SlotError: the arena cannot be allocated (see Arena).
@@ -206,8 +206,8 @@ class AdapterStore(LeasingStore):
             return Status(
                 max_loras=self.config.max_loras,
                 max_lora_rank=self.config.max_lora_rank,
-                slot_bytes=self.arena.slot_bytes,
-                device=str(self.arena.device),
+                slot_bytes=sum(arena.slot_bytes for arena in self.arenas),
+                device=", ".join(str(arena.device) for arena in self.arenas),
                 dtype=str(self.arena.dtype).removeprefix("torch."),
                 adapters=adapters,
                 slots=[slot.label for slot in self._slots],
@@ -215,8 +215,8 @@ class AdapterStore(LeasingStore):
                 registered=replace(self._registry.counters),
             )
 
-    def retarget(self, device: torch.device | str, dtype: torch.dtype, *, base_dtype: BaseDtype | None = None) -> bool:
-        """Move the arena to another device or dtype: blocks are cast elementwise, slots refilled, mixes forgotten.
+    def retarget(self, device: Devices, dtype: torch.dtype, *, base_dtype: BaseDtype | None = None) -> bool:
+        """Move the arenas to other devices or dtypes: blocks are cast elementwise, slots refilled, mixes forgotten.
 
         Saved tensors and token rows follow the base: `base_dtype` says which dtype a parameter (module path, name) of
         it has now. It is kept and asked for every block from now on, with the store's lock held.
@@ -228,10 +228,11 @@ class AdapterStore(LeasingStore):
             SlotError: this thread's own call is in flight, or calls that wait for this one; an adapter no longer fits
                 slot_bytes; the device has no room.
         """
-        device = torch.empty(0, device=device).device
+        devices = [torch.empty(0, device=place).device for place in devices_of(device, self.layout)]
         with self._changing():
             base_dtype = base_dtype or self._base_dtype
-            if (device, dtype) == (self.arena.device, self.arena.dtype) and all(
+            now = [arena.device for arena in self.arenas]
+            if (devices, dtype) == (now, self.arena.dtype) and all(
                 entry.version.extras.follows(base_dtype) for entry in self._registry
             ):
                 self._base_dtype = base_dtype
@@ -248,15 +249,16 @@ class AdapterStore(LeasingStore):
                     if self._line.hopeless(ticket):
                         raise SlotError("The model cannot be moved or cast: calls in flight wait for each other.")
                     self._sleep()
-                self._move(device, dtype, base_dtype)
+                self._move(devices, dtype, base_dtype)
                 return True
 
-    def _move(self, device: torch.device, dtype: torch.dtype, base_dtype: BaseDtype | None) -> None:
-        slot_bytes, recast = self._slot_bytes(dtype), dtype != self.arena.dtype
+    def _move(self, devices: Sequence[torch.device], dtype: torch.dtype, base_dtype: BaseDtype | None) -> None:
+        slot_bytes = [self._slot_bytes(dtype, group) for group in range(len(devices))]
+        recast, pin = dtype != self.arena.dtype, any(device.type == "cuda" for device in devices)
         blocks: list[tuple[Entry, PackedAdapter]] = []
         for entry in self._registry:
             if entry.packed is not None:
-                packed = entry.packed.to(dtype, pin=device.type == "cuda", base_dtype=base_dtype)
+                packed = entry.packed.to(dtype, pin=pin, base_dtype=base_dtype)
                 self._check_bytes(f"Adapter {entry.name!r} in {dtype}", packed, slot_bytes)
                 blocks.append((entry, packed))
         found = [(self._slots.find(entry.tag), entry) for entry, _ in blocks]
@@ -264,9 +266,9 @@ class AdapterStore(LeasingStore):
         for slot in self._slots:
             slot.free()
         try:
-            self.arena.to(device, dtype, slot_bytes)
+            self._move_arenas(devices, dtype, slot_bytes)
             self._base_dtype = base_dtype
-            self._transfer = Transfer(self.arena, self._transfer)
+            self._transfer = self._transfers(self._transfer)
             for slot in self._slots:
                 slot.ready, slot.last_use = None, {}
             for entry, packed in blocks:
@@ -280,11 +282,28 @@ class AdapterStore(LeasingStore):
                 self._bring_in(slot, entry.tag, entry.name, [entry], entry.packed)
                 slot.used = used
 
+    def _move_arenas(self, devices: Sequence[torch.device], dtype: torch.dtype, slot_bytes: Sequence[int]) -> None:
+        """All of them, or none."""
+        old = [(arena.device, arena.dtype, arena.slot_bytes) for arena in self.arenas]
+        moved = 0
+        try:
+            for arena, device, nbytes in zip(self.arenas, devices, slot_bytes, strict=True):
+                arena.to(device, dtype, nbytes)
+                moved += 1
+        except BaseException:
+            for arena, where in zip(self.arenas[:moved], old, strict=False):
+                arena.to(*where)
+            if moved:
+                self._transfer = self._transfers(self._transfer)
+            raise
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AdapterStore:
         """An independent store with the same adapters and pins; host blocks are shared, slots and counters are not."""
         with self._lock:
-            new = AdapterStore(self.layout, self.config, self.arena.device, self.arena.dtype)
-            memo[id(self)], memo[id(self.arena)] = new, new.arena
+            devices = [arena.device for arena in self.arenas]
+            new = AdapterStore(self.layout, self.config, devices, self.arena.dtype)
+            memo[id(self)] = new
+            memo.update({id(arena): twin for arena, twin in zip(self.arenas, new.arenas, strict=True)})
             for entry in self._registry:
                 new._registry.entries[entry.name] = entry.copy()
             new._tick = self._tick

@@ -7,7 +7,7 @@ on the host. On devices without CUDA streams a copy is a plain one.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
 
 import torch
@@ -21,13 +21,16 @@ _PENDING = 16
 class Transfer:
     """The copies into one arena; `before` passes on what it has counted.
 
+    Args:
+        group: of the sites that the arena is for: it is given their part of each block.
+
     Attributes:
         ms: milliseconds that finished copies took (on CUDA measured on the device); `collect` brings it up to date.
         copies: their number, unfinished ones included.
     """
 
-    def __init__(self, arena: Arena, before: Transfer | None = None) -> None:
-        self.arena = arena
+    def __init__(self, arena: Arena, before: Transfer | None = None, group: int = 0) -> None:
+        self.arena, self.group = arena, group
         self.cuda = arena.device.type == "cuda"
         self.ms: float = before.ms if before else 0.0
         self.copies: int = before.copies if before else 0
@@ -46,11 +49,12 @@ class Transfer:
         self, slot: int, packed: PackedAdapter, after: Iterable[torch.cuda.Event] = ()
     ) -> torch.cuda.Event | None:
         """Copy a block to the start of a slot, after the given events. Returns the copy's own event (CUDA)."""
-        target = self.arena.slot(slot)[: packed.nbytes]
+        block = packed.part(self.group)
+        target = self.arena.slot(slot)[: block.numel()]
         self.copies += 1
         if not self.cuda:
             began = time.perf_counter()
-            target.copy_(packed.block)
+            target.copy_(block)
             self.ms += (time.perf_counter() - began) * 1e3
             return None
         if len(self._pending) >= _PENDING:
@@ -60,7 +64,7 @@ class Transfer:
             for event in after:
                 self.stream.wait_event(event)
             begin.record(self.stream)
-            target.copy_(packed.block, non_blocking=True)
+            target.copy_(block, non_blocking=True)
             end.record(self.stream)
         self._pending.append((begin, end, packed))
         return end
@@ -68,7 +72,7 @@ class Transfer:
     def wait(
         self,
         events: Iterable[torch.cuda.Event | None],
-        waited: dict[int, torch.cuda.Stream],
+        waited: dict[Hashable, torch.cuda.Stream],
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Let `stream` (the current one by default) wait for copies, unless it is one of those in `waited`."""
@@ -77,17 +81,21 @@ class Transfer:
         stream = stream or torch.cuda.current_stream(self.arena.device)
         if stream.cuda_stream in waited:
             return
+        self.follow(stream, events)
+        waited[stream.cuda_stream] = stream
+
+    def follow(self, stream: torch.cuda.Stream, events: Iterable[torch.cuda.Event | None]) -> None:
+        """Let a stream, which uses the arena from now on, wait for copies."""
         self._know(stream)
         for event in events:
             if event is not None:
                 stream.wait_event(event)
-        waited[stream.cuda_stream] = stream
 
-    def mark(self, streams: Iterable[torch.cuda.Stream] = ()) -> dict[int, torch.cuda.Event]:
+    def mark(self, streams: Iterable[torch.cuda.Stream] = ()) -> dict[Hashable, torch.cuda.Event]:
         """Record where the current stream, and others, are now: stream's number -> event. Empty without CUDA."""
         if not self.cuda:
             return {}
-        marks = {}
+        marks: dict[Hashable, torch.cuda.Event] = {}
         for stream in (torch.cuda.current_stream(self.arena.device), *streams):
             if stream.cuda_stream not in marks:
                 marks[stream.cuda_stream] = stream.record_event()

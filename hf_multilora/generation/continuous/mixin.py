@@ -47,6 +47,12 @@ class ContinuousBatchingMixin:
         around = _options.get()
         options = (around[0] if fairness is None else fairness, around[1] if patience is None else patience)
         check_options(*options)
+        if calls.store.spread:
+            devices = ", ".join(str(arena.device) for arena in calls.store.arenas)
+            raise ModelError(
+                f"Continuous batching runs on one device, and the model computes on several ({devices}). Load it onto "
+                "one device, or use generate()."
+            )
         kept = getattr(self, "_cached_continuous_batching_manager", None)
         if kept is not None and not isinstance(kept, LoraBatching):
             raise ModelError(

@@ -85,7 +85,7 @@ class Seats:
             except NoRoomError:
                 return None
         try:
-            saved = saved_by(lease, self._store.arena)
+            saved = saved_by(lease, self._store)
             self._check(lease.touched, saved)
         except BaseException:
             self._store.release(lease)
