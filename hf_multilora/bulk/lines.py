@@ -116,6 +116,16 @@ def parse(raw: bytes) -> dict[str, Any]:
         raise ValueError("it is nested too deeply.") from None
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object, not {_kind(fields)}.")
+    check(fields)
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds half of a character (a lone surrogate).") from None
+    return fields
+
+
+def check(fields: dict[str, Any]) -> None:
+    """Raises: ValueError where these fields are no request; the message says what is wrong."""
     _check_prompt(fields)
     _check_adapter(fields)
     limit = fields.get("max_new_tokens")
@@ -124,11 +134,6 @@ def parse(raw: bytes) -> dict[str, Any]:
     taken = [f'"{name}"' for name in ANSWER if name in fields]
     if taken:
         raise ValueError(f"{', '.join(taken)}: the answer will have a field of that name. Rename it.")
-    try:
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("it holds half of a character (a lone surrogate).") from None
-    return fields
 
 
 def _check_prompt(fields: dict[str, Any]) -> None:
