@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,17 @@ def cluster():
     ray.data.DataContext.get_current().enable_progress_bars = False
     yield context.address_info["gcs_address"]
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def app(cluster, tmp_path_factory):
+    """Three replicas of the model, each with room for four adapters of twelve, behind HTTP."""
+    from ray import serve
+    from serve_bed import App
+
+    port = socket.create_server(("127.0.0.1", 0)).getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port}, logging_config={"log_level": "WARNING"})
+    running = App(tmp_path_factory.mktemp("serve"), port)
+    yield running
+    running.http.close()
+    serve.shutdown()
