@@ -44,4 +44,3 @@ def app(cluster, tmp_path_factory):
     running = App(tmp_path_factory.mktemp("serve"), port)
     yield running
     running.http.close()
-    serve.shutdown()

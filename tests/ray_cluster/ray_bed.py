@@ -51,12 +51,14 @@ def in_one_process(files: dict[str, str], asked: list[dict[str, Any]]) -> list[d
     return [dict(zip(made, row, strict=True)) for row in zip(*values, strict=True)]
 
 
-def run_job(files: dict[str, str], asked: list[dict[str, Any]], out: Path, predictor: type = MultiLoraPredictor) -> None:
-    """What a user's script does, with two actors and blocks of ten rows; the same again goes on from what is there."""
+def run_job(
+    files: dict[str, str], asked: list[dict[str, Any]], out: Path, predictor: type = MultiLoraPredictor, **options_: Any
+) -> None:
+    """What a user's script does, with blocks of ten rows; the same again goes on from what is there."""
     import ray
 
     ds = ray.data.from_items(asked, override_num_blocks=len(asked) // 10)
     ds = unanswered(ds, out).map_batches(
-        predictor, fn_constructor_kwargs=options(files), concurrency=2, batch_size=10, batch_format="pyarrow"
+        predictor, fn_constructor_kwargs=options(files), batch_size=10, batch_format="pyarrow", **options_
     )
     ds.write_parquet(str(out))
