@@ -52,7 +52,11 @@ def in_one_process(files: dict[str, str], asked: list[dict[str, Any]]) -> list[d
 
 
 def run_job(
-    files: dict[str, str], asked: list[dict[str, Any]], out: Path, predictor: type = MultiLoraPredictor, **options_: Any
+    files: dict[str, str],
+    asked: list[dict[str, Any]],
+    out: Path,
+    predictor: type = MultiLoraPredictor,
+    **options_: Any,
 ) -> None:
     """What a user's script does, with blocks of ten rows; the same again goes on from what is there."""
     import ray

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import time
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ from ray_bed import SMALL, write_files
 from tiny_files import alone, tokenizer
 
 from hf_multilora.integrations.ray import serve_app
+from hf_multilora.integrations.ray.asgi import Call
 from hf_multilora.server import Settings
 
 ADAPTERS, RESIDENT, REPLICAS, WAIT_S = 12, 4, 3, 120.0
@@ -44,6 +48,15 @@ class App:
     def ask(self, model: str, prompt: str, new: int = 6, **more: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json=body(model, prompt, new, **more))
 
+    def in_work(self) -> list[int]:
+        """Requests that each replica has not ended."""
+        handle = serve.get_deployment_handle("MultiLora", "default").options(stream=True)
+        found: dict[str, int] = {}
+        while len(found) < REPLICAS:
+            head, *parts = handle.http.remote(Call("GET", "/v1/status"))
+            found[head.headers["x-multilora-replica"]] = json.loads(b"".join(parts))["queue"]["in_work"]
+        return list(found.values())
+
     def kill(self, replica: str) -> None:
         """End a replica's process at once."""
         actor = ray.get_actor(f"SERVE_REPLICA::default#MultiLora#{replica}", namespace="serve")
@@ -61,3 +74,10 @@ def text(prompt: str, number: int | None, new: int = 6) -> str:
     options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": -1, "pad_token_id": 257}
     out = alone(number).generate(ids, attention_mask=torch.ones_like(ids), **options)
     return tokenizer().decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def until(happened: Callable[[], bool], wait_s: float) -> None:
+    end = time.monotonic() + wait_s
+    while not happened():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)

@@ -57,7 +57,9 @@ def test_a_row_that_cannot_be_answered_leaves_the_others(predictor):
         {"prompt": "One", "max_new_tokens": 0},
         {"prompt": "One", "adapter": "a1"},
     ]
-    table = pa.Table.from_pylist(asked, pa.schema({"prompt": "string", "adapter": "string", "max_new_tokens": "int64"}))
+    table = pa.Table.from_pylist(
+        asked, pa.schema({"prompt": "string", "adapter": "string", "max_new_tokens": "int64"})
+    )
     made = predictor(table).to_pylist()
     assert [row["error"] is None for row in made] == [True] + [False] * 5 + [True]
     for row, word in zip(made[1:6], ("'a00'", "empty", "255 tokens", "neither", "at least 1"), strict=True):
@@ -76,7 +78,10 @@ def test_chats(predictor):
     table = pa.table({"messages": [chat, None], "prompt": [None, "Who?"], "adapter": ["a0", None]})
     want = [text(chat_prompt("Who?"), 1), text("Who?", None)]
     assert predictor(table)["text"].to_pylist() == want
-    numpy = {"messages": np.array([np.array(chat), None], dtype=object), "prompt": np.array([None, "Who?"], dtype=object)}
+    numpy = {
+        "messages": np.array([np.array(chat), None], dtype=object),
+        "prompt": np.array([None, "Who?"], dtype=object),
+    }
     assert predictor(numpy)["text"].to_pylist() == [text(chat_prompt("Who?"), None), text("Who?", None)]
 
 

@@ -1,7 +1,8 @@
-"""Ray Serve: three replicas answer as one server does, each adapter where it resides, and one of them may be killed."""
+"""Ray Serve: three replicas answer as one server does, each adapter where it resides; one of them may be killed."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ import pytest
 pytest.importorskip("ray")
 
 import httpx  # noqa: E402
-from serve_bed import ADAPTERS, RESIDENT, REPLICAS, WAIT_S, body, text  # noqa: E402
+from serve_bed import ADAPTERS, REPLICAS, RESIDENT, WAIT_S, body, text, until  # noqa: E402
 
 from hf_multilora.errors import ConfigError  # noqa: E402
 from hf_multilora.integrations.ray import serve_app  # noqa: E402
@@ -97,8 +98,17 @@ def test_a_handle_without_http(app):
     assert failed["error"]["code"] == "unsupported_field"
 
 
+def test_clients_that_leave_take_their_requests_with_them(app):
+    for stream in (True, False):
+        sent = {"json": body("a0", "Who?", 240, stream=stream)}
+        with contextlib.suppress(httpx.ReadTimeout), httpx.Client(base_url=app.root, timeout=0.15) as client:
+            with client.stream("POST", "/v1/completions", **sent) as response:
+                next(response.iter_bytes())
+        until(lambda: app.in_work() == [0] * REPLICAS, 20)
+
+
 def test_a_killed_replica_loses_no_request_silently(app):
-    """Those that had no part of an answer are answered by another replica; a stream that had begun ends with an error."""
+    """Those that had no part of an answer get one from another replica; a stream that had begun ends with an error."""
     new = 200
     with ThreadPoolExecutor(16) as pool:
         with app.http.stream("POST", "/v1/completions", json=body("a0", "Who?", new, stream=True)) as stream:

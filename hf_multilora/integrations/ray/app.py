@@ -31,32 +31,33 @@ def serve_app(
     ingress_options: dict[str, Any] | None = None,
     **slots: Any,
 ) -> Any:
-    """An application for serve.run: `POST /v1/chat/completions` and `/v1/completions` (whole and streamed), `GET /v1/models`.
+    """An application for serve.run: OpenAI's endpoints for completions and chats, whole and streamed, and /v1/models.
 
         from ray import serve
         serve.run(serve_app("org/base", Settings(adapters="/shared/adapters"), max_loras=8,
                             replica_options={"num_replicas": 3, "ray_actor_options": {"num_gpus": 1}}))
 
-    A request goes to a replica where its adapter resides, as Serve's multiplexed model ids say; where none does, or all that do
-    are full, to one with the fewest. Ids are for routing alone: requests for different adapters share batches, which our
-    manager makes. In a replica, the adapter that was asked for longest ago is unloaded once `resident` others are there and no
-    request uses it.
+    A request goes to a replica where its adapter resides, as Serve's multiplexed model ids say; where none does, or
+    all that do are full, to one with the fewest. Ids are for routing alone: requests for different adapters share
+    batches, which our manager makes. In a replica, the adapter that was asked for longest ago is unloaded once
+    `resident` others are there and no request uses it.
 
-    Where a replica is lost, its requests are sent to another one, as long as no part of an answer has gone out; a stream that has
-    begun ends with an error event. Three replicas lost over one request: 503. Headers of an answer: `x-multilora-replica`,
-    and `x-multilora-resident`, whether the adapter was there before.
+    Where a replica is lost, its requests are sent to another one, as long as no part of an answer has gone out; a
+    stream that has begun ends with an error event. Three replicas lost over one request: 503. Headers of an answer:
+    `x-multilora-replica`, and `x-multilora-resident`, whether the adapter was there before.
 
-    Without HTTP: `serve.get_deployment_handle("MultiLora", "default").options(multiplexed_model_id="sql").generate.remote(body)`.
+    Without HTTP: `serve.get_deployment_handle("MultiLora", "default")`, and `Replica.generate`. Nothing is sent again
+    there: a lost replica raises Ray's ActorDiedError.
 
     Args:
         model: folder or hub id of the base model, the same on every node.
-        settings: of the server; `adapters` is a folder that all nodes share. Adapters are loaded where they are asked for, and
-            limits (max_queue, max_adapters_per_client) are those of one replica.
+        settings: of the server; `adapters` is a folder that all nodes share. Adapters are loaded where they are asked
+            for, and limits (max_queue, max_adapters_per_client) are those of one replica.
         resident: adapters of one replica; None: max_cpu_loras, else max_loras.
         by_residency: False: any replica gets any request.
         dtype, device: of the base model, see `load_base`.
         batching: options of `hf_multilora.server.Engine`.
-        replica_options, ingress_options: options of their deployments: num_replicas, autoscaling_config, ray_actor_options ….
+        replica_options, ingress_options: options of their deployments: num_replicas, autoscaling_config, ….
         slots: options of enable_multilora: max_loras, max_lora_rank, max_cpu_loras.
 
     Returns:
@@ -71,8 +72,8 @@ def serve_app(
     config = MultiLoraConfig(on_demand=False, **slots)
     if settings.allow_runtime_updates:
         raise ConfigError(
-            "allow_runtime_updates: an adapter would change in one replica alone. Put it into the folder of adapters; it is "
-            "loaded when it is named."
+            "allow_runtime_updates: an adapter would change in one replica alone. Put it into the folder of adapters; "
+            "it is loaded when it is named."
         )
     most = resident or config.max_cpu_loras or config.max_loras
     path = Path(model)
@@ -84,11 +85,9 @@ def serve_app(
         async def resident(self, name: str) -> Resident:
             return await super().resident(name)
 
-    replicas = serve.deployment(MultiLora, name=DEPLOYMENT).options(
-        **{"max_ongoing_requests": 128, **(replica_options or {})}
-    )
-    ingress = serve.deployment(Ingress, name=f"{DEPLOYMENT}Ingress").options(
-        **{"max_ongoing_requests": 1024, **(ingress_options or {})}
-    )
+    several = {"max_ongoing_requests": 128, **(replica_options or {})}
+    front = {"max_ongoing_requests": 1024, **(ingress_options or {})}
+    replicas = serve.deployment(name=DEPLOYMENT, **several)(MultiLora)
+    ingress = serve.deployment(name=f"{DEPLOYMENT}Ingress", **front)(Ingress)
     base = Base(model, dtype, device, settings.offline, slots, batching or {})
     return ingress.bind(replicas.bind(base, settings), settings, name, by_residency)

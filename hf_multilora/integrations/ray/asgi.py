@@ -64,7 +64,9 @@ async def respond(app: Any, call: Call) -> AsyncGenerator[Head | bytes, None]:
     try:
         while (message := await sent.get())["type"] != "end":
             if message["type"] == "http.response.start":
-                yield Head(message["status"], {n.decode("latin-1"): v.decode("latin-1") for n, v in message["headers"]})
+                yield Head(
+                    message["status"], {n.decode("latin-1"): v.decode("latin-1") for n, v in message["headers"]}
+                )
             elif message.get("body"):
                 yield message["body"]
         await task

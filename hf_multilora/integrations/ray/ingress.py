@@ -33,7 +33,9 @@ class Ingress:
         tries: replicas that may be lost over one request.
     """
 
-    def __init__(self, replicas: Any, settings: Settings, base: str, by_residency: bool = True, tries: int = 3) -> None:
+    def __init__(
+        self, replicas: Any, settings: Settings, base: str, by_residency: bool = True, tries: int = 3
+    ) -> None:
         self._replicas = replicas.options(stream=True)
         self._settings, self._base, self._by_residency, self._tries = settings, base, by_residency, tries
         self._places, self._keys = Places(settings.adapters, settings.allow_on_demand), Keys(settings.api_keys)
@@ -102,19 +104,26 @@ class Ingress:
         return self._by_residency and call.adapter is not None
 
     async def _begun(self, parts: Any, lost: tuple[type[Exception], ...]) -> Response:
-        """An answer that is whole, or a stream whose first event is there: until then another replica could begin anew."""
-        head = await anext(parts)
-        assert isinstance(head, Head)
-        if not head.streamed:
-            return Response(b"".join([part async for part in parts]), head.status, head.headers)
-        first = await anext(parts)
+        """A whole answer, or a stream whose first event is there: until then another replica can begin anew."""
+        try:
+            head = await anext(parts)
+            assert isinstance(head, Head)
+            if not head.streamed:
+                return Response(b"".join([part async for part in parts]), head.status, head.headers)
+            first = await anext(parts, b"")
+        except asyncio.CancelledError:
+            parts.cancel()
+            raise
         return StreamingResponse(self._relayed(first, parts, lost), head.status, head.headers)
 
     async def _relayed(self, first: bytes, parts: Any, lost: tuple[type[Exception], ...]) -> AsyncIterator[bytes]:
-        yield first
         try:
+            yield first
             async for part in parts:
                 yield part
         except lost:
             error = unavailable("The replica that answered was lost; the answer is not whole.")
             yield b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+        except (asyncio.CancelledError, GeneratorExit):  # the client has gone
+            parts.cancel()
+            raise

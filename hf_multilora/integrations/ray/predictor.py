@@ -29,12 +29,12 @@ class MultiLoraPredictor:
             concurrency=2, batch_size=256, num_gpus=1,
         )
 
-    Columns of a row: `prompt` (a text) or `messages` (a chat); `adapter` (a name; null: the base), `max_new_tokens` (null:
-    as below). All columns are given back, in their order, with `text`, `tokens` (their number), `finish_reason` ("stop"
-    or "length") and `error`. A row that cannot be answered has an error and no text; the others go on.
+    Columns of a row: `prompt` (a text) or `messages` (a chat); `adapter` (a name; null: the base), `max_new_tokens`
+    (null: as below). All columns are given back, in their order, with `text`, `tokens` (their number), `finish_reason`
+    ("stop" or "length") and `error`. A row that cannot be answered has an error and no text; the others go on.
 
-    Within a batch, rows come and go as they finish; the batch ends with its longest. So `batch_size` should be several times
-    `max_requests_per_batch`. Adapters are loaded at their first row, and share the slots.
+    Within a batch, rows come and go as they finish; the batch ends with its longest. So `batch_size` should be several
+    times `max_requests_per_batch`. Adapters are loaded at their first row, and share the slots.
 
     Args:
         model: folder or hub id.
@@ -109,7 +109,9 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
     elif isinstance(batch, dict):
         names = list(batch)
     else:
-        raise ConfigError(f'A batch is a {type(batch).__name__}: call map_batches with batch_format="numpy" or "pyarrow".')
+        raise ConfigError(
+            f'A batch is a {type(batch).__name__}: call map_batches with batch_format="numpy" or "pyarrow".'
+        )
     try:
         check_names(names)
     except ValueError as error:

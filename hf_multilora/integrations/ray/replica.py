@@ -54,7 +54,8 @@ class Replica:
     async def http(self, call: Call) -> AsyncGenerator[Head | bytes, None]:
         """The answer to a request: its head, then its body in pieces."""
         async with AsyncExitStack() as stack:
-            app, resident = self._app, None
+            app: Any = self._app
+            resident = None
             if call.adapter is not None:
                 await stack.enter_async_context(self._residents.use(call.adapter))
                 resident = call.adapter in self._residents
@@ -69,12 +70,14 @@ class Replica:
                 yield self._signed(part, resident) if isinstance(part, Head) else part
 
     async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer to the body of a chat completion (with "messages") or a completion, or {"error": ...} in OpenAI's shape.
+        """The answer to the body of a chat (with "messages") or a completion; or {"error": ...}, as OpenAI has it.
 
         For handles: `handle.options(multiplexed_model_id="sql").generate.remote({"model": "sql", ...})`.
         """
         if body.get("stream"):
-            return ApiError(400, "generate() gives whole answers; stream over HTTP.", "unsupported_field", "stream").body()
+            return ApiError(
+                400, "generate() gives whole answers; stream over HTTP.", "unsupported_field", "stream"
+            ).body()
         name = body.get("model")
         known = isinstance(name, str) and name != self._resolver.base
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -83,7 +86,7 @@ class Replica:
         return json.loads(b"".join([part async for part in self.http(call) if isinstance(part, bytes)]))
 
     async def resident(self, name: str) -> Resident:
-        """The object that stands for an adapter; Serve's cache of multiplexed models is laid around it (`serve_app`)."""
+        """The object that stands for an adapter; `serve_app` lays Serve's cache of multiplexed models around it."""
         return self._residents.enter(name)
 
     async def check_health(self) -> None:

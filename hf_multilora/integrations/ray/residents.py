@@ -65,8 +65,10 @@ class Residents:
 
 
 class Resident:
-    """Stands for an adapter in Serve's cache of multiplexed models. Serve calls `__del__` when it evicts one, as Python does
-    again afterwards."""
+    """Stands for an adapter in Serve's cache of multiplexed models.
+
+    Serve calls `__del__` when it evicts one, and Python does so again afterwards.
+    """
 
     def __init__(self, evict: Callable[[], object]) -> None:
         self._evict: Callable[[], object] | None = evict

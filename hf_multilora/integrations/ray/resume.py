@@ -21,12 +21,12 @@ def unanswered(ds: Any, done: str | os.PathLike[str], key: str = "id") -> Any:
 
         unanswered(ds, "answers", "id").map_batches(MultiLoraPredictor, ...).write_parquet("answers")
 
-    The same lines, run again after an interruption, answer what is left. What is kept is what was written, which Ray does
-    block by block: `ds.repartition(target_num_rows_per_block=256)` before it says how much may be lost. Rows with an error
-    count as answered: they were written.
+    The same lines, run again after an interruption, answer what is left. What is kept is what was written, which Ray
+    does block by block: `ds.repartition(target_num_rows_per_block=256)` before it says how much may be lost. Rows with
+    an error count as answered: they were written.
 
-    A file that was being written when its writer was killed has no end. It becomes `_NAME.torn`, which readers of the folder
-    pass over for its underscore, and its rows are answered again. So nobody else may be writing there.
+    A file that was being written when its writer was killed has no end. It becomes `_NAME.torn`, which readers of the
+    folder pass over for its underscore, and its rows are answered again. So nobody else may be writing there.
 
     Args:
         ds: a Ray dataset.
