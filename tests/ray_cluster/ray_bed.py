@@ -58,11 +58,12 @@ def run_job(
     predictor: type = MultiLoraPredictor,
     **options_: Any,
 ) -> None:
-    """What a user's script does, with blocks of ten rows; the same again goes on from what is there."""
+    """What a user's script does, with blocks of ten to forty rows; the same again goes on from what is there."""
     import ray
 
-    ds = ray.data.from_items(asked, override_num_blocks=len(asked) // 10)
+    size = max(10, min(40, len(asked) // 20))
+    ds = ray.data.from_items(asked, override_num_blocks=len(asked) // size)
     ds = unanswered(ds, out).map_batches(
-        predictor, fn_constructor_kwargs=options(files), batch_size=10, batch_format="pyarrow", **options_
+        predictor, fn_constructor_kwargs=options(files), batch_size=size, batch_format="pyarrow", **options_
     )
     ds.write_parquet(str(out))

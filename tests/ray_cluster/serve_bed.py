@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -48,14 +48,15 @@ class App:
     def ask(self, model: str, prompt: str, new: int = 6, **more: Any) -> httpx.Response:
         return self.http.post("/v1/completions", json=body(model, prompt, new, **more))
 
-    def in_work(self) -> list[int]:
-        """Requests that each replica has not ended."""
+    def cancelled(self) -> int:
+        """Requests that were cancelled, in all replicas."""
         handle = serve.get_deployment_handle("MultiLora", "default").options(stream=True)
         found: dict[str, int] = {}
         while len(found) < REPLICAS:
-            head, *parts = handle.http.remote(Call("GET", "/v1/status"))
-            found[head.headers["x-multilora-replica"]] = json.loads(b"".join(parts))["queue"]["in_work"]
-        return list(found.values())
+            head, *parts = handle.http.remote(Call("GET", "/metrics"))
+            counts = re.findall(r'requests_total{.*outcome="cancelled"} (\d+)', b"".join(parts).decode())
+            found[head.headers["x-multilora-replica"]] = sum(map(int, counts))
+        return sum(found.values())
 
     def kill(self, replica: str) -> None:
         """End a replica's process at once."""
