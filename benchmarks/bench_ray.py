@@ -1,7 +1,7 @@
-"""Ray on this machine's CPU with a tiny model: that nothing is lost, and where requests land. Times are of little meaning here.
+"""Ray on a CPU with a tiny model: that nothing is lost, and where requests land. Times mean little here.
 
     data    rows for 20 adapters by two actors; the run is killed in the middle, and run again
-    serve   Zipf traffic of 24 adapters over three replicas with room for eight each, with and without routing by residency;
+    serve   Zipf traffic of 24 adapters over three replicas with room for eight each, routed by residency and at random;
             one replica is killed in the middle
 
 python benchmarks/bench_ray.py
@@ -28,7 +28,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PATHS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "ray_cluster")]
 sys.path[:0] = PATHS
 os.environ["PYTHONPATH"] = os.pathsep.join(PATHS)
-os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+}
 
 import pyarrow.parquet as pq  # noqa: E402
 import ray  # noqa: E402

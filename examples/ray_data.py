@@ -1,4 +1,4 @@
-"""Ray Data: rows with a prompt and an adapter each, answered by a pool of actors; the second run finds nothing to do."""
+"""Ray Data: rows with a prompt and an adapter each, answered by a pool of actors; a second run finds nothing to do."""
 
 import tempfile
 

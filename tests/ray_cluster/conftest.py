@@ -17,6 +17,7 @@ def cluster():
     """Ray's address. Workers find the same modules as this process."""
     ray = pytest.importorskip("ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # workers would wait for whatever else runs, other tests first
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)])
     context = ray.init(
         address="local",
