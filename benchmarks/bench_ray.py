@@ -1,7 +1,7 @@
 """Ray on a CPU with a tiny model: that nothing is lost, and where requests land. Times mean little here.
 
     data    rows for 20 adapters by two actors; the run is killed in the middle, and run again
-    serve   Zipf traffic of 24 adapters over three replicas with room for eight each, routed by residency and at random;
+    serve   Zipf traffic of 24 adapters over three replicas with room for eight each, by residency and at random;
             one replica is killed in the middle
 
 python benchmarks/bench_ray.py
