@@ -20,6 +20,7 @@ from .asgi import Call, Head
 logger = logging.getLogger(__name__)
 
 _POSTS = ("/v1/chat/completions", "/v1/completions")
+_AGAIN_S = 0.1
 _GRACE_S = 10.0  # after which a replica that should have said 504 by itself is given up
 
 
@@ -88,9 +89,10 @@ class Ingress:
         to = self._replicas.options(multiplexed_model_id=call.adapter) if self._routed(call) else self._replicas
         for left in reversed(range(self._tries)):
             try:
-                return await asyncio.wait_for(self._begun(to.http.remote(call), lost), self._limit_s)
+                return await asyncio.wait_for(self._begun(to.http.remote(call)), self._limit_s)
             except lost as error:
                 logger.warning("A replica was lost (%s); %d more are tried.", type(error).__name__, left)
+                await asyncio.sleep(_AGAIN_S)  # until Serve knows
             except (asyncio.TimeoutError, TimeoutError) as error:
                 raise ApiError(504, f"No replica has answered within {self._limit_s:g} s.", "timeout") from error
             except (BackPressureError, DeploymentUnavailableError) as error:
@@ -103,7 +105,7 @@ class Ingress:
     def _routed(self, call: Call) -> bool:
         return self._by_residency and call.adapter is not None
 
-    async def _begun(self, parts: Any, lost: tuple[type[Exception], ...]) -> Response:
+    async def _begun(self, parts: Any) -> Response:
         """A whole answer, or a stream whose first event is there: until then another replica can begin anew."""
         try:
             head = await anext(parts)
@@ -114,14 +116,16 @@ class Ingress:
         except asyncio.CancelledError:
             parts.cancel()
             raise
-        return StreamingResponse(self._relayed(first, parts, lost), head.status, head.headers)
+        return StreamingResponse(self._relayed(first, parts), head.status, head.headers)
 
-    async def _relayed(self, first: bytes, parts: Any, lost: tuple[type[Exception], ...]) -> AsyncIterator[bytes]:
+    async def _relayed(self, first: bytes, parts: Any) -> AsyncIterator[bytes]:
+        from ray.exceptions import RayError
+
         try:
             yield first
             async for part in parts:
                 yield part
-        except lost:
+        except RayError:
             error = unavailable("The replica that answered was lost; the answer is not whole.")
             yield b"data: " + json.dumps(error.body()).encode() + b"\n\n"
         except (asyncio.CancelledError, GeneratorExit):  # the client has gone
