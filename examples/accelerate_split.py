@@ -1,15 +1,17 @@
 """accelerate: each process answers its share of the prompts, each prompt through its own adapter.
 
-python examples/accelerate_split.py, or accelerate launch --num_processes 2 --cpu examples/accelerate_split.py
+python examples/accelerate_split.py: one process. Two of them: accelerate launch --num_processes 2 on GPUs, torchrun
+--nproc-per-node 2 without (where `accelerate launch --cpu` starts one).
 """
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from common import JSON, PIRATE, SENTIMENT, base_model, chat
 
 from hf_multilora import enable_multilora
 
-state = PartialState()
+state = PartialState(cpu=not torch.cuda.is_available())
 model, tokenizer = base_model()
 model = enable_multilora(model.to(state.device), max_loras=4, max_lora_rank=8)
 for name, path in {"sentiment": SENTIMENT, "pirate": PIRATE, "json": JSON}.items():
