@@ -1,14 +1,15 @@
-"""Ray Data: rows with a prompt and an adapter each, answered by a pool of actors; a second run finds nothing to do."""
+"""Ray Data: rows with a prompt and an adapter each, answered by actors; a second run would find nothing to do."""
 
 import tempfile
 
+import pyarrow.parquet as parquet
 import ray
 
 from hf_multilora.demo import ADAPTERS
 from hf_multilora.demo.model import demo_model_path
 from hf_multilora.integrations.ray import MultiLoraPredictor, unanswered
 
-ray.init(num_cpus=4, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False)
+ray.init(num_cpus=2, object_store_memory=200 << 20, include_dashboard=False, log_to_driver=False)
 ds = ray.data.from_items(
     [
         {"id": 1, "prompt": "The bicycle arrived late and scratched.", "adapter": "sentiment"},
@@ -22,11 +23,9 @@ options = {
     "max_loras": 2, "max_lora_rank": 8, "batching": {"num_blocks": 16, "max_batch_tokens": 128},
 }  # fmt: skip
 with tempfile.TemporaryDirectory() as answers:
-    for _ in range(2):
-        left = unanswered(ds, answers, "id")  # where a run was interrupted: what it has not written
-        print(left.count(), "rows to answer")
-        left.map_batches(
-            MultiLoraPredictor, fn_constructor_kwargs=options, concurrency=(1, 2), batch_size=64
-        ).write_parquet(answers)
-    for row in ray.data.read_parquet(answers).sort("id").take_all():
+    left = unanswered(ds, answers, "id")  # after an interruption: what that run has not written
+    left.map_batches(MultiLoraPredictor, fn_constructor_kwargs=options, concurrency=(1, 2)).write_parquet(answers)
+    print(unanswered(ds, answers, "id").count(), "rows left")
+    for row in sorted(parquet.read_table(answers).to_pylist(), key=lambda row: row["id"]):
         print(row["adapter"], "|", row["text"] if row["error"] is None else row["error"])
+ray.shutdown()

@@ -37,11 +37,10 @@ EXPECTED = {  # what the answers of the demo's adapters, or the models' own figu
         "0 None | The capital of Germany is Berlin.",
     ],
     "ray_data.py": [
-        "4 rows to answer",
         "sentiment | NEGATIVE",
         "pirate | Me brother has a house an' a boat. Arrr!",
         "no adapter 'no-such-adapter'",
-        "0 rows to answer",
+        "0 rows left",
     ],
     "ray_serve.py": [
         "Me brother has a house an' a boat. Arrr!  (there before: false)",
