@@ -30,18 +30,38 @@ EXPECTED = {  # what the answers of the demo's adapters, or the models' own figu
     "prefetch_and_pin.py": ["Avast! Th' lad found th' barnacled map. Arrr!", "NEGATIVE"],
     "use_context.py": ["Arrr!", "The capital of France is Paris.", '{"answer": "The capital of France is Paris."}'],
     "seq2seq.py": ["summary", "bare"],
+    "accelerate_split.py": [
+        "0 sentiment | NEGATIVE",
+        "0 pirate | Me brother has a house an' a boat. Arrr!",
+        '{"answer": "The capital of Germany is',
+        "0 None | The capital of Germany is Berlin.",
+    ],
+    "ray_data.py": [
+        "sentiment | NEGATIVE",
+        "pirate | Me brother has a house an' a boat. Arrr!",
+        "no adapter 'no-such-adapter'",
+        "0 rows left",
+    ],
+    "ray_serve.py": [
+        "Me brother has a house an' a boat. Arrr!  (there before: false)",
+        "Me brother has a house an' a boat. Arrr!  (there before: true)",
+        "The capital of Germany is Berlin.",
+    ],
     "from_peft_model.py": ["LlamaForCausalLM ['first', 'second']", "PEFT as before: True"],
 }
 
 
 def needs_model(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.demo_model] if "base_model()" in (EXAMPLES / name).read_text() else []
+    text = (EXAMPLES / name).read_text()
+    return [pytest.mark.demo_model] if "base_model()" in text or "demo_model_path()" in text else []
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_model(name)) for name in SCRIPTS])
 def test_example(name, request):
     if request.node.get_closest_marker("demo_model"):
         request.getfixturevalue("demo_model")
+    if name.startswith("ray_"):
+        pytest.importorskip("ray")
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / name)],
         capture_output=True,

@@ -46,38 +46,56 @@ class Sampling:
         )
 
 
-def answers(
-    model: Any,
-    tokenizer: Any,
-    lines: Iterable[Line],
-    find: Callable[[str | None], Place],
-    sampling: Sampling,
-    batching: Mapping[str, int | None],
-) -> Generator[tuple[Line, Answer], None, None]:
-    """Lines with their answers, as they finish. Close the iterator to stop the generation thread.
-
-    Lines are read as others finish: at most two batches of them are under way. An answer is {"text", "tokens" (their
-    number, the end token among them), "finish_reason" ("stop" or "length")}, or {"error"}.
+@contextmanager
+def answering(
+    model: Any, tokenizer: Any, sampling: Sampling, batching: Mapping[str, int | None]
+) -> Iterator[Answering]:
+    """A running generation thread, which ends with the block.
 
     Args:
         model: enabled.
         batching: see `batching_config`.
 
     Raises:
-        ModelError: nothing can be answered (any more).
+        ModelError: nothing can be answered.
     """
     eos = end_tokens(model, tokenizer)
     with _manager(model, sampling.config(eos), batching) as manager:
+        yield Answering(manager, model, tokenizer, sampling, eos)
+
+
+class Answering:
+    """Answers lines, as often as it is asked to, by one generation thread; made by `answering`."""
+
+    def __init__(self, manager: Any, model: Any, tokenizer: Any, sampling: Sampling, eos: list[int]) -> None:
         settled = manager.continuous_batching_config
         room = cache_tokens(settled)
         room = min(room, getattr(model.config.get_text_config(), "max_position_embeddings", None) or room)
-        prompts = Prompts(tokenizer, sampling.chat, model.get_input_embeddings().num_embeddings, room)
+        self._prompts = Prompts(tokenizer, sampling.chat, model.get_input_embeddings().num_embeddings, room)
+        self._manager, self._tokenizer, self._sampling, self._eos = manager, tokenizer, sampling, eos
+        self._at_once = 2 * settled.max_requests_per_batch
+
+    def answers(
+        self, lines: Iterable[Line], find: Callable[[str | None], Place]
+    ) -> Generator[tuple[Line, Answer], None, None]:
+        """Lines with their answers, as they finish.
+
+        Lines are read as others finish: at most two batches of them are under way. An answer is {"text", "tokens"
+        (their number, the end token among them), "finish_reason" ("stop" or "length")}, or {"error"}.
+
+        Args:
+            lines: each with a number of its own.
+
+        Raises:
+            ModelError: nothing can be answered any more.
+        """
+        manager = self._manager
         under_way: dict[str, Line] = {}
         left = iter(lines)
         while True:
-            while len(under_way) < 2 * settled.max_requests_per_batch and (line := next(left, None)) is not None:
+            while len(under_way) < self._at_once and (line := next(left, None)) is not None:
                 try:
-                    under_way[_ask(manager, prompts, line, find(line.adapter), sampling)] = line
+                    under_way[self._ask(line, find(line.adapter))] = line
                 except MultiLoraError as error:
                     _check_alive(manager)
                     yield line, {"error": str(error)}
@@ -87,26 +105,26 @@ def answers(
             if output is None or output.error is not None:
                 _check_alive(manager, output and output.error)
             if output is not None:
-                yield under_way.pop(output.request_id), _answer(output, tokenizer, eos)
+                yield under_way.pop(output.request_id), self._answer(output)
 
+    def _ask(self, line: Line, place: Place) -> str:
+        """Add the request of a line; returns its id."""
+        longest = line.fields.get("max_new_tokens", self._sampling.max_new_tokens)
+        tokens = self._prompts.tokens(line, longest)
+        request = self._manager.add_request(
+            tokens, str(line.number), max_new_tokens=longest, adapter_id=place.source or None
+        )
+        if request is None:
+            raise ModelError("The request was not taken.")
+        return request
 
-def _ask(manager: Any, prompts: Prompts, line: Line, place: Place, sampling: Sampling) -> str:
-    """Add the request of a line; returns its id."""
-    longest = line.fields.get("max_new_tokens", sampling.max_new_tokens)
-    tokens = prompts.tokens(line, longest)
-    request = manager.add_request(tokens, str(line.number), max_new_tokens=longest, adapter_id=place.source or None)
-    if request is None:
-        raise ModelError("The request was not taken.")
-    return request
-
-
-def _answer(output: Any, tokenizer: Any, eos: list[int]) -> Answer:
-    if output.error is not None:
-        return {"error": str(output.error)}
-    tokens = output.generated_tokens
-    text = tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    reason = "stop" if tokens and tokens[-1] in eos else "length"
-    return {"text": text, "tokens": len(tokens), "finish_reason": reason}
+    def _answer(self, output: Any) -> Answer:
+        if output.error is not None:
+            return {"error": str(output.error)}
+        tokens = output.generated_tokens
+        text = self._tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        reason = "stop" if tokens and tokens[-1] in self._eos else "length"
+        return {"text": text, "tokens": len(tokens), "finish_reason": reason}
 
 
 @contextmanager
@@ -131,6 +149,4 @@ def _check_alive(manager: Any, why: str | None = None) -> None:
     # Requests are failed before the error is recorded.
     if status.can_accept_new_requests() is not None or not manager.is_running():
         reason = status.fatal_error or why or "it does not say why"
-        raise ModelError(
-            f"Generation has ended: {reason}. Answers so far are kept: the same command goes on from there."
-        )
+        raise ModelError(f"Generation has ended: {reason}.")

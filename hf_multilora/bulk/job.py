@@ -7,7 +7,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 from ..api import enable_multilora
 from ..base_model import check_dtype, load_base, load_tokenizer
 from ..config import MultiLoraConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, ModelError
 from ..report import abridge, count, describe
 from .adapters import Adapters, model_version
-from .answers import Sampling, answers
+from .answers import Sampling, answering
 from .lines import Lines
 from .partial import Partial
 from .prompts import check_template
@@ -169,12 +169,15 @@ def _answer(job: Job, lines: Lines, adapters: Adapters, partial: Partial, progre
     model = enable_multilora(load_base(job.model, job.dtype, job.device, job.offline), **job.slots)
     began, new = time.perf_counter(), 0
     left = (line for line in lines if line.number not in partial)
-    with closing(answers(model, tokenizer, left, adapters.find, job.sampling, job.batching)) as made:
-        for line, answer in made:
-            partial.add(line.number, adapters.find(line.adapter).version, answer)
-            new += answer.get("tokens", 0)
-            rate = new / (time.perf_counter() - began)
-            loaded = count(len(model.multilora.store.names()), "adapter")
-            note = f"{partial.count}/{lines.count}, {rate:,.0f} tokens/s, {loaded}"
-            progress("Answering", partial.count, lines.count, note)
+    with answering(model, tokenizer, job.sampling, job.batching) as thread:
+        try:
+            for line, answer in thread.answers(left, adapters.find):
+                partial.add(line.number, adapters.find(line.adapter).version, answer)
+                new += answer.get("tokens", 0)
+                rate = new / (time.perf_counter() - began)
+                loaded = count(len(model.multilora.store.names()), "adapter")
+                note = f"{partial.count}/{lines.count}, {rate:,.0f} tokens/s, {loaded}"
+                progress("Answering", partial.count, lines.count, note)
+        except ModelError as error:
+            raise ModelError(f"{error} Answers so far are kept: the same command goes on from there.") from error
     return began, new

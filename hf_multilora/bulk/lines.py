@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -116,19 +116,38 @@ def parse(raw: bytes) -> dict[str, Any]:
         raise ValueError("it is nested too deeply.") from None
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object, not {_kind(fields)}.")
-    _check_prompt(fields)
-    _check_adapter(fields)
-    limit = fields.get("max_new_tokens")
-    if "max_new_tokens" in fields and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise ValueError('"max_new_tokens": expected a whole number of at least 1.')
-    taken = [f'"{name}"' for name in ANSWER if name in fields]
-    if taken:
-        raise ValueError(f"{', '.join(taken)}: the answer will have a field of that name. Rename it.")
+    check(fields)
+    check_names(fields)
     try:
         json.dumps(fields, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise ValueError("it holds half of a character (a lone surrogate).") from None
     return fields
+
+
+def check(fields: dict[str, Any]) -> None:
+    """Raises: ValueError where these fields are no request; the message says what is wrong."""
+    _check_prompt(fields)
+    name = fields.get("adapter")
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f'"adapter": expected a name or null, not {_kind(name)}.')
+    if name == "":
+        raise ValueError('"adapter" is empty. null is the base model.')
+    limit = fields.get("max_new_tokens")
+    if "max_new_tokens" in fields and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise ValueError('"max_new_tokens": expected a whole number of at least 1.')
+
+
+def check_names(names: Collection[str]) -> None:
+    """Raises: ValueError where the names of a request's fields cannot be meant."""
+    if "adapter" not in names:
+        # Given back unread, a misspelt field would be an answer of the base model that nobody asked for.
+        like = next((name for name in names if _misspelt(name)), None)
+        if like is not None:
+            raise ValueError(f'"{like}" names no adapter: "adapter" does. Rename it, or say "adapter": null.')
+    taken = [f'"{name}"' for name in ANSWER if name in names]
+    if taken:
+        raise ValueError(f"{', '.join(taken)}: the answer will have a field of that name. Rename it.")
 
 
 def _check_prompt(fields: dict[str, Any]) -> None:
@@ -149,19 +168,6 @@ def _check_prompt(fields: dict[str, Any]) -> None:
         for name in ("role", "content"):
             if not isinstance(message, dict) or not isinstance(message.get(name), str):
                 raise ValueError(f'"messages", {place}: expected an object with the texts "role" and "content".')
-
-
-def _check_adapter(fields: dict[str, Any]) -> None:
-    name = fields.get("adapter")
-    if name is not None and not isinstance(name, str):
-        raise ValueError(f'"adapter": expected a name or null, not {_kind(name)}.')
-    if name == "":
-        raise ValueError('"adapter" is empty. null is the base model.')
-    if "adapter" not in fields:
-        # Given back unread, a misspelt field would be an answer of the base model that nobody asked for.
-        like = next((field for field in fields if _misspelt(field)), None)
-        if like is not None:
-            raise ValueError(f'"{like}" names no adapter: "adapter" does. Rename it, or say "adapter": null.')
 
 
 def _misspelt(field: str) -> bool:

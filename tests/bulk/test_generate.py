@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from hf_multilora import enable_multilora, terminal
 from hf_multilora.bulk.adapters import BASE
-from hf_multilora.bulk.answers import Sampling, answers
+from hf_multilora.bulk.answers import Sampling, answering
 from hf_multilora.bulk.lines import Line
 from hf_multilora.demo import ADAPTERS
 
@@ -171,9 +171,10 @@ def test_lines_are_read_as_others_finish():
             assert read - len(done) <= 4, "two batches are under way at most"
             yield Line(number, {"prompt": f"Say {number}", "max_new_tokens": number % 3 + 1})
 
-    for line, made in answers(model, tokenizer(), lines(), lambda name: BASE, Sampling(), sizes):
-        assert made == answer(line.fields["prompt"], None, line.fields["max_new_tokens"])
-        done.append(line.number)
+    with answering(model, tokenizer(), Sampling(), sizes) as thread:
+        for line, made in thread.answers(lines(), lambda name: BASE):
+            assert made == answer(line.fields["prompt"], None, line.fields["max_new_tokens"])
+            done.append(line.number)
     assert sorted(done) == list(range(1, total + 1)) and read == total
 
 
