@@ -78,7 +78,7 @@ def estimate_memory(model: Any, config: MultiLoraConfig | None = None, **options
         return model.multilora.estimate_memory(**options)
     config = _config(config, options)
     seen = survey(model, config)
-    _, dtype = placement(seen.found, config)
+    _, dtype = placement(model, seen.found, config)
     return estimate(Layout.from_targets(seen.table.targets), config, dtype)
 
 

@@ -72,7 +72,7 @@ class MultiLora:
         self._model = model
         self._takeover = takeover
         self._survey: Survey = survey(model, config)
-        device, dtype = placement(self._survey.found, config)
+        device, dtype = placement(model, self._survey.found, config)
         # Everything that can fail comes before the first change of the model.
         tuning_table.check()
         self._layout = Layout.from_targets(self._survey.table.targets)
@@ -500,7 +500,7 @@ class MultiLora:
 
     def follow_model(self) -> None:
         """After model.to(), half() and the like: slots and adapters move along."""
-        device, dtype = placement(self._survey.found, self.config)
+        device, dtype = placement(self._model, self._survey.found, self.config)
         if self.calls.graphs is not None:
             self.calls.graphs.clear()
         if self.store.retarget(device, dtype, base_dtype=self._base_dtype):

@@ -15,10 +15,13 @@ from .config import MultiLoraConfig
 from .errors import ModelError
 from .layers import LoraLayer
 from .layers.experts import LoraExperts
+from .layers.quantised import is_quantised, own_tensors
 from .layers.router import LoraRouter
 from .layers.saved import SavedLayer
 from .routing import Routing
 from .survey import Found, walk
+
+_SLOTS = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that slots may have
 
 
 def saved_layer(model: nn.Module, path: str) -> Found:
@@ -107,19 +110,27 @@ def swap_out(found: dict[str, Found], wrappers: dict[str, LoraLayer]) -> None:
             setattr(parent, name, base)
 
 
-def placement(found: dict[str, Found], config: MultiLoraConfig) -> tuple[torch.device, torch.dtype]:
+def placement(
+    model: nn.Module, found: dict[str, Found], config: MultiLoraConfig
+) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of the slots: where the wrapped layers compute, in the dtype of their weights.
+
+    A quantised layer's tensors do not say in which dtype it is called. Where there is one, it is the dtype of what the
+    model holds unquantised (embeddings, norms), and bfloat16 where that is nothing.
 
     Raises:
         ModelError: the layers compute on several devices.
     """
     devices: dict[torch.device, str] = {}
     dtypes: dict[torch.dtype, int] = {}
+    quantised = False
     for path, item in found.items():
         hook = getattr(item.module, "_hf_hook", None)
         device = getattr(hook, "execution_device", None)
-        weight = next(item.module.parameters(recurse=False), None)
-        if weight is not None:
+        weight = next(own_tensors(item.module), None)
+        if is_quantised(item.module):
+            quantised = True
+        elif weight is not None:
             dtypes[weight.dtype] = dtypes.get(weight.dtype, 0) + weight.numel()
         if device is not None:
             place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -134,10 +145,23 @@ def placement(found: dict[str, Found], config: MultiLoraConfig) -> tuple[torch.d
         )
     wanted = config.torch_dtype()
     if wanted is None:
-        common = max(dtypes, key=lambda dtype: dtypes[dtype]) if dtypes else torch.float32
+        if quantised:
+            dtypes = _unquantised(model)
+        common = max(dtypes, key=lambda dtype: dtypes[dtype]) if dtypes else torch.bfloat16
         wanted = {torch.float64: torch.float32}.get(common, common)
-        wanted = wanted if wanted in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
+        wanted = wanted if wanted in _SLOTS else torch.bfloat16
     return next(iter(devices), torch.device("cpu")), wanted
+
+
+def _unquantised(model: nn.Module) -> dict[torch.dtype, int]:
+    """dtype -> elements of the parameters of layers that are not quantised."""
+    dtypes: dict[torch.dtype, int] = {}
+    for module in model.modules():
+        if not is_quantised(module):
+            for parameter in module.parameters(recurse=False):
+                if parameter.dtype in _SLOTS:
+                    dtypes[parameter.dtype] = dtypes.get(parameter.dtype, 0) + parameter.numel()
+    return dtypes
 
 
 def _indexed(device: torch.device) -> torch.device:

@@ -38,6 +38,7 @@ _OWN = (
     "_rare",
     "_direct",
     "_behind",
+    "_before",
 )
 
 
@@ -60,6 +61,7 @@ class LoraLayer(nn.Module):
     _scattered: str  # why its inputs do not begin with rows; empty where they do
     _direct: Callable[[torch.Tensor], torch.Tensor]  # the base's forward
     _rare = False  # whether adapters seldom train it: tokens, logits, experts, routers
+    _before: dict[str, Any]  # the base's attributes when it was wrapped
     _behind = False  # whether it lies behind the place where tokens without logits are left out
 
     @classmethod
@@ -67,8 +69,10 @@ class LoraLayer(nn.Module):
         """Make a wrapper of `base`, of a class that derives from this one and from the base's own class."""
         wrapped: Any = _class_for(cls, type(base))  # type: ignore[arg-type]
         self: LoraLayer = wrapped.__new__(wrapped)
-        self.__dict__.update({k: v for k, v in base.__dict__.items() if k not in HOOKED})
+        before = {k: v for k, v in base.__dict__.items() if k not in HOOKED}
+        self.__dict__.update(before)
         self.__dict__.update(
+            _before=before,
             base_layer=base,
             _routing=routing,
             _sites=frozenset(),
@@ -109,7 +113,10 @@ class LoraLayer(nn.Module):
         """The base layer, brought up to date with what was set on the wrapper since (train() and the like)."""
         base = self.base_layer
         self.__dict__["_group"] = None
-        base.__dict__.update(self._shared())
+        # What the base layer has noted of itself in its forward (bitsandbytes' compute dtype, say) stays.
+        missing, before = object(), self._before
+        changed = {k: v for k, v in self._shared().items() if before.get(k, missing) is not v}
+        base.__dict__.update(changed)
         if "_hf_hook" in self.__dict__:
             from accelerate.hooks import add_hook_to_module
 
