@@ -32,6 +32,7 @@ from .inject import (
     check_containers,
     check_intact,
     containers,
+    decompress,
     placement,
     saved_layer,
     swap_in,
@@ -71,6 +72,7 @@ class MultiLora:
         self.config = config
         self._model = model
         self._takeover = takeover
+        decompress(model)
         self._survey: Survey = survey(model, config)
         device, dtype = placement(model, self._survey.found, config)
         # Everything that can fail comes before the first change of the model.

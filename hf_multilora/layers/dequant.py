@@ -20,7 +20,7 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.flo
 
 
 class CannotDequantise(ValueError):
-    """The reason, beginning with the name of the layer's class."""
+    """The reason, beginning with the class of the layer, and that of its weight."""
 
 
 @torch.no_grad()
@@ -33,6 +33,8 @@ def dequantised(layer: nn.Module) -> torch.Tensor:
     base: Any = layer
     name = type(layer).__name__
     weight = getattr(base, "weight", None)
+    if isinstance(weight, torch.Tensor) and type(weight).__module__.partition(".")[0] != "torch":
+        name += f" with a {type(weight).__name__}"
     if isinstance(weight, torch.Tensor) and is_plain(weight):
         return weight.detach()
     if isinstance(weight, torch.Tensor) and weight.is_meta:
