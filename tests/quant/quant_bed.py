@@ -46,8 +46,8 @@ class Kind:
         dtype: of the activations.
         tolerance: ||difference|| / ||reference|| of a row's logits.
         dora: DoRA is served, not refused by name.
-        one_graph: whether torch.compile makes one graph of the bare model; where it does not, neither of the enabled.
-        spans_rows: the quantiser lets rows of a batch change each other, with or without adapters.
+        compiles: whether torch.compile makes one graph of the model, bare and enabled. None: not tried, since what is
+            compiled would be the stand-in.
         context: in which it runs here.
     """
 
@@ -58,8 +58,7 @@ class Kind:
     dtype: torch.dtype = torch.float32
     tolerance: float = 1e-2  # of one rounding of 16 bits that falls otherwise, and what comes of it
     dora: bool = True
-    one_graph: bool = True
-    spans_rows: bool = False
+    compiles: bool | None = True
     context: Callable[[], Any] = field(default=contextlib.nullcontext)
 
     def build(self) -> PreTrainedModel:
@@ -71,10 +70,9 @@ class Kind:
     @property
     def row(self) -> str:
         """Of the README's matrix."""
-        mixed = "yes, but see below" if self.spans_rows else "yes"
         dora = "yes" if self.dora else "refused"
-        compiled = "one graph" if self.one_graph else "in pieces"
-        return f"| {self.name} | yes | {mixed} | {dora} | {compiled} | {self.run} |"
+        compiled = {True: "yes", False: "no, nor the bare model", None: "not tried"}[self.compiles]
+        return f"| {self.name} | yes | yes | {dora} | {compiled} | {self.run} |"
 
 
 @cache
@@ -91,7 +89,7 @@ def plain() -> PreTrainedModel:
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -132,7 +130,7 @@ def replaced(make: Callable[[nn.Linear], nn.Module], dtype: torch.dtype = torch.
     return model
 
 
-def _bnb(**options: Any) -> PreTrainedModel:
+def bnb(**options: Any) -> PreTrainedModel:
     from transformers import BitsAndBytesConfig
 
     return loaded(BitsAndBytesConfig(**options))
@@ -174,7 +172,7 @@ def _compressed_folder(bits: int, kind: str) -> Path:
     scheme = QuantizationScheme(
         targets=["Linear"], weights=weights, input_activations=None if bits == 4 else tokens
     )
-    model = copy.deepcopy(plain()).to(torch.bfloat16)
+    model = copy.deepcopy(plain())
     apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"]))
     for layer in model.modules():
         if hasattr(layer, "quantization_scheme"):
@@ -190,7 +188,7 @@ def _compressed_folder(bits: int, kind: str) -> Path:
 
 
 def _compressed(bits: int, kind: str) -> PreTrainedModel:
-    return LlamaForCausalLM.from_pretrained(_compressed_folder(bits, kind), dtype=torch.bfloat16)
+    return LlamaForCausalLM.from_pretrained(_compressed_folder(bits, kind), dtype=torch.float32)
 
 
 def _hqq(linear: nn.Linear) -> nn.Module:
@@ -209,23 +207,15 @@ KINDS: dict[str, Kind] = {
     "bnb4": Kind(
         "bitsandbytes, 4 bits (nf4, nested)",
         _CPU,
-        lambda: _bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
+        lambda: bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
         "bitsandbytes",
     ),
     "bnb8": Kind(
-        "bitsandbytes, 8 bits, llm_int8_threshold=0",
+        "bitsandbytes, 8 bits, llm_int8_threshold=0.0",
         _CPU,
-        lambda: _bnb(load_in_8bit=True, llm_int8_threshold=0.0),
+        lambda: bnb(load_in_8bit=True, llm_int8_threshold=0.0),
         "bitsandbytes",
         tolerance=3e-2,
-    ),
-    "bnb8_outliers": Kind(
-        "bitsandbytes, 8 bits, llm_int8_threshold=6",
-        _CPU,
-        lambda: _bnb(load_in_8bit=True),
-        "bitsandbytes",
-        tolerance=3e-2,
-        spans_rows=True,
     ),
     "ao_int8": Kind(
         "torchao, int8 weights", _CPU, lambda: _torchao("Int8WeightOnlyConfig"), "torchao", tolerance=_EXACT
@@ -253,27 +243,24 @@ KINDS: dict[str, Kind] = {
         _CPU,
         lambda: _compressed(4, "int"),
         "compressed_tensors",
-        _BF16,
-        tolerance=3e-2,
-        one_graph=False,
+        tolerance=_EXACT,
+        compiles=False,
     ),
     "ct_int8": Kind(
         "compressed-tensors, int8 weights and activations",
         _CPU,
         lambda: _compressed(8, "int"),
         "compressed_tensors",
-        _BF16,
         tolerance=3e-2,
-        one_graph=False,
+        compiles=False,
     ),
     "ct_fp8": Kind(
         "compressed-tensors, fp8 weights and activations",
         _CPU,
         lambda: _compressed(8, "float"),
         "compressed_tensors",
-        _BF16,
         tolerance=3e-2,
-        one_graph=False,
+        compiles=False,
     ),
     "hqq": Kind("HQQ, 4 bits", _CPU, lambda: replaced(_hqq), "hqq", tolerance=_EXACT),
     "bitnet": Kind(
@@ -281,17 +268,16 @@ KINDS: dict[str, Kind] = {
         "real class, CPU",
         lambda: replaced(stand_ins.bit_linear),
         tolerance=1e-2,
-        one_graph=False,
+        compiles=False,
         context=lambda: torch.compiler.set_stance("force_eager"),
     ),
     "gguf": Kind("GGUF (GgufLinear)", "real class, CPU", lambda: replaced(stand_ins.gguf_linear), tolerance=_EXACT),
-    "fp8": Kind("FP8Linear, in blocks", "stand-in", lambda: replaced(stand_ins.fp8_linear), tolerance=_EXACT),
-    "fbgemm": Kind("FbgemmFp8Linear", "stand-in", lambda: replaced(stand_ins.fbgemm_linear), tolerance=_EXACT),
-    "gptq": Kind("GPTQ", "stand-in", lambda: _halves(stand_ins.gptq_linear), dtype=torch.float16),
-    "awq": Kind("AWQ, gemm", "stand-in", lambda: _halves(stand_ins.awq_linear), dtype=torch.float16),
+    "fp8": Kind("FP8Linear, in blocks", "stand-in", lambda: replaced(stand_ins.fp8_linear), tolerance=_EXACT, compiles=None),
+    "fbgemm": Kind("FbgemmFp8Linear", "stand-in", lambda: replaced(stand_ins.fbgemm_linear), tolerance=_EXACT, compiles=None),
+    "gptq": Kind("GPTQ", "stand-in", lambda: _halves(stand_ins.gptq_linear), dtype=torch.float16, compiles=None),
+    "awq": Kind("AWQ, gemm", "stand-in", lambda: _halves(stand_ins.awq_linear), dtype=torch.float16, compiles=None),
     "awq_gemv": Kind(
-        "AWQ, gemv", "stand-in", lambda: _halves(stand_ins.awq_gemv_linear), dtype=torch.float16, dora=False
-    ),
+        "AWQ, gemv", "stand-in", lambda: _halves(stand_ins.awq_gemv_linear), dtype=torch.float16, dora=False, compiles=None),
 }
 
 
