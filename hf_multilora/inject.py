@@ -119,9 +119,7 @@ def swap_out(found: dict[str, Found], wrappers: dict[str, LoraLayer]) -> None:
             setattr(parent, name, base)
 
 
-def placement(
-    model: nn.Module, found: dict[str, Found], config: MultiLoraConfig
-) -> tuple[torch.device, torch.dtype]:
+def placement(model: nn.Module, found: dict[str, Found], config: MultiLoraConfig) -> tuple[torch.device, torch.dtype]:
     """Device and dtype of the slots: where the wrapped layers compute, in the dtype of their weights.
 
     A quantised layer's tensors do not say in which dtype it is called. Where there is one, it is the dtype of what the

@@ -33,7 +33,7 @@ def acts_as_linear(layer: nn.Module) -> bool:
 
 def is_quantised(layer: nn.Module) -> bool:
     """Whether a layer keeps its weight in another form than the numbers themselves."""
-    weight = layer._parameters.get("weight")
+    weight: torch.Tensor | None = layer._parameters.get("weight")
     if weight is None:
         weight = layer._buffers.get("weight")
     if weight is None:

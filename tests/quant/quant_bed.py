@@ -169,9 +169,7 @@ def _compressed_folder(bits: int, kind: str) -> Path:
     grouped: dict[str, Any] = {"strategy": "group", "group_size": 64} if bits == 4 else {"strategy": "channel"}
     weights = QuantizationArgs(num_bits=bits, type=kind, symmetric=True, **grouped)
     tokens = QuantizationArgs(num_bits=8, type=kind, symmetric=True, strategy="token", dynamic=True)
-    scheme = QuantizationScheme(
-        targets=["Linear"], weights=weights, input_activations=None if bits == 4 else tokens
-    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights, input_activations=None if bits == 4 else tokens)
     model = copy.deepcopy(plain())
     apply_quantization_config(model, QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"]))
     for layer in model.modules():
@@ -272,12 +270,22 @@ KINDS: dict[str, Kind] = {
         context=lambda: torch.compiler.set_stance("force_eager"),
     ),
     "gguf": Kind("GGUF (GgufLinear)", "real class, CPU", lambda: replaced(stand_ins.gguf_linear), tolerance=_EXACT),
-    "fp8": Kind("FP8Linear, in blocks", "stand-in", lambda: replaced(stand_ins.fp8_linear), tolerance=_EXACT, compiles=None),
-    "fbgemm": Kind("FbgemmFp8Linear", "stand-in", lambda: replaced(stand_ins.fbgemm_linear), tolerance=_EXACT, compiles=None),
+    "fp8": Kind(
+        "FP8Linear, in blocks", "stand-in", lambda: replaced(stand_ins.fp8_linear), tolerance=_EXACT, compiles=None
+    ),
+    "fbgemm": Kind(
+        "FbgemmFp8Linear", "stand-in", lambda: replaced(stand_ins.fbgemm_linear), tolerance=_EXACT, compiles=None
+    ),
     "gptq": Kind("GPTQ", "stand-in", lambda: _halves(stand_ins.gptq_linear), dtype=torch.float16, compiles=None),
     "awq": Kind("AWQ, gemm", "stand-in", lambda: _halves(stand_ins.awq_linear), dtype=torch.float16, compiles=None),
     "awq_gemv": Kind(
-        "AWQ, gemv", "stand-in", lambda: _halves(stand_ins.awq_gemv_linear), dtype=torch.float16, dora=False, compiles=None),
+        "AWQ, gemv",
+        "stand-in",
+        lambda: _halves(stand_ins.awq_gemv_linear),
+        dtype=torch.float16,
+        dora=False,
+        compiles=None,
+    ),
 }
 
 

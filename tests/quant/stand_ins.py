@@ -187,9 +187,7 @@ class AwqTorchLinear(StandInLayer):
 @torch.no_grad()
 def awq_linear(linear: nn.Linear) -> nn.Module:
     values, scales, zeros = _grouped(linear.weight)
-    return AwqTorchLinear(
-        linear, qweight=_packed(values, 1, _ORDER), qzeros=_packed(zeros, 1, _ORDER), scales=scales
-    )
+    return AwqTorchLinear(linear, qweight=_packed(values, 1, _ORDER), qzeros=_packed(zeros, 1, _ORDER), scales=scales)
 
 
 class AwqGEMVLinear(StandInLayer):

@@ -1,4 +1,4 @@
-"""What is found by structure, and what quantisers leave to be known: PEFT beside it, dtypes, devices, saved files, limits."""
+"""What is found by structure; PEFT beside it; dtypes of slots, saved files, and what quantisers themselves cannot do."""
 
 from __future__ import annotations
 
