@@ -1,4 +1,4 @@
-"""What is found by structure; PEFT beside it; dtypes of slots, saved files, and what quantisers themselves cannot do."""
+"""What is found by structure; PEFT beside it; dtypes of slots; saved files; what quantisers themselves cannot do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_multilora import disable_multilora, enable_multilora
+from hf_multilora.errors import UnsupportedAdapterError
 from hf_multilora.layers.quantised import acts_as_linear, is_quantised
 
 README = Path(__file__).resolve().parents[2] / "README.md"
@@ -85,6 +86,13 @@ def test_packed_for_a_cpu():
     logits(used)
     want = logits(enabled(fresh, {"a": (5, True)}), adapter_ids="a")
     assert relative(logits(enabled(used, {"a": (5, True)}), adapter_ids="a"), want) < 1e-2
+
+
+def test_altered_bases_are_refused():
+    config = {**lora_config(), "init_lora_weights": "pissa"}
+    model = enable_multilora(KINDS["gptq"].build(), max_lora_rank=8)
+    with pytest.raises(UnsupportedAdapterError, match="PiSSA.*quantised"):
+        model.multilora.load(adapter(5), "a", config=config)
 
 
 def test_outliers_span_rows():
