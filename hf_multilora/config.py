@@ -24,7 +24,8 @@ class MultiLoraConfig:
             layer at `max_lora_rank`.
         extra_vocab_size: columns added to the logits for adapters' own tokens.
         on_demand: load an unknown id that is a folder or holds a slash at first use.
-        lora_dtype: dtype of the slots; "auto" follows the base weights (bfloat16 where those are quantised).
+        lora_dtype: dtype of the slots; "auto" follows the base weights, and where those are quantised what is not
+            (embeddings, norms), else bfloat16.
         decode_graphs: decode with CUDA graphs and without a compiler where generate() would compile
             (`cache_implementation="static"`); the bits are those of uncompiled decoding.
         target_modules: suffixes (list) or a regex (str, full match) that narrow what is wrapped; None wraps all.

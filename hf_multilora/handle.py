@@ -33,6 +33,7 @@ from .inject import (
     check_containers,
     check_intact,
     containers,
+    decompress,
     saved_layer,
     swap_in,
     swap_out,
@@ -74,6 +75,7 @@ class MultiLora:
         self.config = config
         self._model = model
         self._takeover = takeover
+        decompress(model)
         self._survey: Survey = survey(model, config)
         self._placement = place(model, self._survey.found, config)
         # Everything that can fail comes before the first change of the model.

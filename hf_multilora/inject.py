@@ -26,6 +26,15 @@ def saved_layer(model: nn.Module, path: str) -> Found:
     return Found(module, SavedLayer, (), places)
 
 
+def decompress(model: nn.Module) -> None:
+    """What compressed-tensors has put off until the model's first forward: unpacking, for which it gives every layer
+    new dictionaries of parameters. Wrappers share those dictionaries, so it has to come before them."""
+    hook = getattr(model, "ct_decompress_hook", None)
+    run = model._forward_pre_hooks.get(getattr(hook, "id", -1))
+    if run is not None:
+        run(model, ())
+
+
 def swap_in(found: dict[str, Found], routing_of: Callable[[str], Routing]) -> dict[str, LoraLayer]:
     """Put a wrapper in the place of every layer of `found`; `routing_of` says what the one of a path reads."""
     wrappers = {}

@@ -11,7 +11,10 @@ from torch import nn
 from .config import MultiLoraConfig
 from .errors import ModelError, UnsupportedAdapterError
 from .layers.hooks import execution_device
+from .layers.quantised import is_quantised, own_tensors
 from .survey import Found
+
+_SLOTS = (torch.float32, torch.float16, torch.bfloat16)  # dtypes that slots may have
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,22 @@ def group_key(path: str, device: torch.device) -> Hashable:
 
 
 def place(model: nn.Module, found: Mapping[str, Found], config: MultiLoraConfig) -> Placement:
-    """Where the wrapped layers compute."""
+    """Where the wrapped layers compute, and in which dtype.
+
+    A quantised layer's tensors do not say in which dtype it is called. Where there is one, it is the dtype of what the
+    model holds unquantised (embeddings, norms), and bfloat16 where that is nothing.
+    """
     keys: dict[Hashable, int] = {}
     devices: list[torch.device] = []
     groups: dict[str, int] = {}
     dtypes: dict[torch.dtype, int] = {}
+    quantised = False
     for path in (path for path, _ in model.named_modules() if path in found):  # the first device is the embeddings'
         item = found[path]
-        weight = next(item.module.parameters(recurse=False), None)
-        if weight is not None:
+        weight = next(own_tensors(item.module), None)
+        if is_quantised(item.module):
+            quantised = True
+        elif weight is not None:
             dtypes[weight.dtype] = dtypes.get(weight.dtype, 0) + weight.numel()
         device = device_of(model, path)
         if device is None and devices:
@@ -65,6 +75,8 @@ def place(model: nn.Module, found: Mapping[str, Found], config: MultiLoraConfig)
         if group == len(devices):
             devices.append(device)
         groups |= dict.fromkeys([path, *(target.path for target in item.targets)], group)
+    if quantised:
+        dtypes = _unquantised(model)
     elsewhere = {}
     for path, module in model.named_modules() if len(devices) > 1 else ():
         if path not in groups and (module._parameters or module._buffers):
@@ -113,9 +125,20 @@ def _slot_dtype(dtypes: Mapping[torch.dtype, int], config: MultiLoraConfig) -> t
     wanted = config.torch_dtype()
     if wanted is not None:
         return wanted
-    common = max(dtypes, key=lambda dtype: dtypes[dtype]) if dtypes else torch.float32
+    common = max(dtypes, key=lambda dtype: dtypes[dtype]) if dtypes else torch.bfloat16
     wanted = {torch.float64: torch.float32}.get(common, common)
-    return wanted if wanted in (torch.float32, torch.float16, torch.bfloat16) else torch.bfloat16
+    return wanted if wanted in _SLOTS else torch.bfloat16
+
+
+def _unquantised(model: nn.Module) -> dict[torch.dtype, int]:
+    """dtype -> elements of the parameters of layers that are not quantised."""
+    dtypes: dict[torch.dtype, int] = {}
+    for module in model.modules():
+        if not is_quantised(module):
+            for parameter in module.parameters(recurse=False):
+                if parameter.dtype in _SLOTS:
+                    dtypes[parameter.dtype] = dtypes.get(parameter.dtype, 0) + parameter.numel()
+    return dtypes
 
 
 def _indexed(device: torch.device) -> torch.device:

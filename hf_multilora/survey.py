@@ -17,8 +17,10 @@ from .blocks import block_of, is_router, replaced
 from .config import MultiLoraConfig
 from .errors import ConfigError, ModelError, closest
 from .layers import LoraLayer, experts, wrapper_for
+from .layers.dequant import dequantised
 from .layers.hooks import offloaded
 from .layers.linear import LoraHead, LoraLinear
+from .layers.quantised import acts_as_linear
 from .layers.router import LoraRouter
 from .parallel import shard_of
 from .sources import outside_of_text, refusal, scattered, slices
@@ -64,7 +66,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
     head = model.get_output_embeddings()
     for path, parent, name, module in walk(model):
         modules.append(path)
-        wrapper = wrapper_for(type(module))
+        wrapper = wrapper_for(type(module)) or (LoraLinear if acts_as_linear(module) else None)
         block = block_of(path, module) if wrapper is None else None
         if isinstance(block, str):
             refused[path] = block
@@ -136,6 +138,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
         parameters={name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)},
         tied=frozenset(tied_groups(model)),
         blocks=blocks,
+        read_dequantised=functools.partial(_read_dequantised, model),
     )
     return Survey(found, table)
 
@@ -199,6 +202,11 @@ def _read_base(model: nn.Module, name: str) -> torch.Tensor | None:
             if held is not None:
                 return held
     return value
+
+
+def _read_dequantised(model: nn.Module, path: str) -> torch.Tensor:
+    layer = model.get_submodule(path)
+    return dequantised(layer.base_layer if isinstance(layer, LoraLayer) else layer)
 
 
 def _renamed_keys(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:

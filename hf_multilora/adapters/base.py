@@ -13,8 +13,11 @@ from .targets import Part, TargetTable
 
 
 def is_plain(tensor: torch.Tensor | None) -> bool:
-    """Whether its elements are the numbers themselves: not quantised (as 8-bit floats are), and not offloaded."""
-    return tensor is not None and not tensor.is_meta and tensor.is_floating_point() and tensor.element_size() > 1
+    """Whether its elements are the numbers themselves: not quantised (as 8-bit floats are, and whatever tensors of a
+    quantiser's own class hold), and not offloaded."""
+    if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() == 1:
+        return False
+    return type(tensor).__module__.partition(".")[0] == "torch"
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
@@ -48,9 +51,12 @@ class Base:
 
     def has_bias(self, path: str) -> bool:
         """Whether the layer adds a bias of its own."""
+        target = self.table.targets.get(path)
+        if target is not None and target.has_bias:
+            return True  # quantised layers keep theirs as a buffer
         if self.table.parameters:
             return f"{path}.bias" in self.table.parameters
-        return self.table.targets[path].has_bias or self.table.read_base(f"{path}.bias") is not None
+        return self.table.read_base(f"{path}.bias") is not None
 
     def read(self, name: str, why: str) -> torch.Tensor:
         """A parameter as it is, on its device.
@@ -68,10 +74,19 @@ class Base:
         assert tensor is not None
         return gathered(tensor).detach()
 
-    def weight(self, part: Part, why: str) -> torch.Tensor:
-        """The rows of a layer's weight that a part stands for, [rows, in] (an embedding: [d, V]); a view."""
+    def weight(self, part: Part, why: str, *, dequantise: bool = False) -> torch.Tensor:
+        """The rows of a layer's weight that a part stands for, [rows, in] (an embedding: [d, V]); a view.
+
+        Args:
+            dequantise: take the numbers that a quantised layer computes with.
+        """
         target = self.table.targets[part.path]
-        weight = self.read(f"{part.path}.weight", why)
+        name = f"{part.path}.weight"
+        quantised = dequantise and name not in self.overrides and self.table.read_dequantised is not None
+        if quantised and not is_plain(self.table.read_base(name)):
+            weight = self._dequantised(part.path, why)
+        else:
+            weight = self.read(name, why)
         matrix = weight.t() if target.transposed or target.kind == "embedding" else weight
         if tuple(matrix.shape) != (target.out_features, target.in_features) and target.kind == "linear":
             raise UnsupportedAdapterError(
@@ -80,6 +95,16 @@ class Base:
             )
         start, stop = self.rows(part)
         return matrix[start:stop]
+
+    def _dequantised(self, path: str, why: str) -> torch.Tensor:
+        assert self.table.read_dequantised is not None
+        try:
+            return self.table.read_dequantised(path)
+        except ValueError as error:
+            raise UnsupportedAdapterError(
+                f"{self.where}: {why} is computed from the weight of {path}, which cannot be dequantised: {error}. "
+                "Load the base in half precision, or train without DoRA."
+            ) from error
 
     def whole(self, parts: Sequence[Part], why: str) -> torch.Tensor:
         """The weight that the checkpoint's module had in training: the parts one under the other, float32."""

@@ -32,7 +32,7 @@ def gain_of(
     """
 
     def compute() -> torch.Tensor:
-        weight = base.weight(part, f"the norm for {name} (DoRA)")
+        weight = base.weight(part, f"the norm for {name} (DoRA)", dequantise=True)
         norms = row_norms(weight, a.read(), b.read(), scaling)
         return magnitude.read().to(norms.device, torch.float32) / norms
 

@@ -39,7 +39,7 @@ class Target:
             columns, such as (("q_proj", 64), ("k_proj", 32), ("v_proj", 32)); empty: one slice.
         scale: what the layer multiplies its output by (Gemma's embed_scale); the loader folds it into the scaling.
         transposed: its weight is stored as [in, out] (GPT-2's Conv1D).
-        has_bias: it adds a bias of its own, the parameter "bias".
+        has_bias: it adds a bias of its own, the parameter or buffer "bias".
         experts: how many there are; 0 for anything but experts.
         shard: what this rank computes of it; None: all. Widths and slices are those of the whole layer.
     """
@@ -179,6 +179,8 @@ class TargetTable:
         modules: every module path of the model, for the closest names in errors.
         base_name: the base model's own name (config._name_or_path), None where it has none.
         read_base: parameter name -> the base model's tensor, or None where there is none to read.
+        read_dequantised: path of a quantised layer -> the weight [out, in] that it computes with; raises ValueError
+            with the reason where that cannot be told.
         prefixes: regex renamings (pattern, replacement) from older checkpoint names of this architecture.
         parameters: name of every parameter of the model -> its shape.
         tied: names of parameters that share their storage with another one.
@@ -195,6 +197,7 @@ class TargetTable:
     parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tied: frozenset[str] = frozenset()
     blocks: Mapping[str, ExpertBlock] = field(default_factory=dict)
+    read_dequantised: Callable[[str], torch.Tensor] | None = None
 
     @cached_property
     def parts(self) -> dict[str, tuple[Part, ...]]:

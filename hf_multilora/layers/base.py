@@ -40,6 +40,7 @@ _OWN = (
     "_behind",
     "_seam",
     "_kept",
+    "_before",
 )
 
 
@@ -64,6 +65,7 @@ class LoraLayer(nn.Module):
     _seam: Seam | None  # what it took over from a layer whose inputs are split over ranks
     _rare = False  # whether adapters seldom train it: tokens, logits, experts, routers
     _kept: dict[str, Any]  # what accelerate's hook, which is around the wrapper now, had put on the base
+    _before: dict[str, Any]  # the base's attributes when it was wrapped
     _behind = False  # whether it lies behind the place where tokens without logits are left out
 
     @classmethod
@@ -71,8 +73,10 @@ class LoraLayer(nn.Module):
         """Make a wrapper of `base`, of a class that derives from this one and from the base's own class."""
         wrapped: Any = _class_for(cls, type(base))  # type: ignore[arg-type]
         self: LoraLayer = wrapped.__new__(wrapped)
-        self.__dict__.update({k: v for k, v in base.__dict__.items() if k not in HOOKED})
+        before = {k: v for k, v in base.__dict__.items() if k not in HOOKED}
+        self.__dict__.update(before)
         self.__dict__.update(
+            _before=before,
             base_layer=base,
             _routing=routing,
             _sites=frozenset(),
@@ -130,7 +134,10 @@ class LoraLayer(nn.Module):
         """The base layer, brought up to date with what was set on the wrapper since (train() and the like)."""
         base = self.base_layer
         self.__dict__["_group"] = None
-        base.__dict__.update(self._shared())
+        # What the base layer has noted of itself in its forward (bitsandbytes' compute dtype, say) stays.
+        missing, before = object(), self._before
+        changed = {k: v for k, v in self._shared().items() if before.get(k, missing) is not v}
+        base.__dict__.update(changed)
         if self._seam is not None:
             base.__dict__["forward"] = self._seam.forward
         hook = self.__dict__.get("_hf_hook")
