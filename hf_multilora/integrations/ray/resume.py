@@ -34,7 +34,7 @@ def unanswered(ds: Any, done: str | os.PathLike[str], key: str = "id") -> Any:
         key: column whose values tell rows apart.
 
     Raises:
-        ConfigError: a dataset, or files, without that column.
+        ConfigError: files without that column. A dataset without it fails when it is read, with a ValueError.
     """
     files = [path for path in sorted(Path(done).rglob("*.parquet")) if not path.name.startswith(("_", "."))]
     parts = [keys for path in files if (keys := _keys(path, key)) is not None]
@@ -42,7 +42,8 @@ def unanswered(ds: Any, done: str | os.PathLike[str], key: str = "id") -> Any:
 
     def left(table: pa.Table) -> pa.Table:
         if key not in table.column_names:
-            raise ConfigError(f"The dataset has no column {key!r}. It has {', '.join(table.column_names)}.")
+            # Not one of our own: workers would import this package, and torch with it, to read this function.
+            raise ValueError(f"The dataset has no column {key!r}. It has {', '.join(table.column_names)}.")
         column = table.column(key)
         return table if known is None else table.filter(pc.invert(pc.is_in(column, value_set=known.cast(column.type))))
 
