@@ -40,7 +40,7 @@ for name in $wanted; do
     tests)
       shards=${SHARDS:-8}
       for ((i = 0; i < shards; i++)); do
-        step "tests-$i" 280 3 "$PYTHON" -m pytest -q -m gpu --shard "$i/$shards" --no-header -p no:cacheprovider --tb=long tests &
+        step "tests-$i" 280 3 "$PYTHON" -m pytest -o addopts= -q -m gpu --shard "$i/$shards" --no-header -p no:cacheprovider --tb=long tests &
       done
       wait # what they counted as failed is theirs
       failed=$((failed + $(grep -c '^== tests-.*: exit [1-9]' "$digest")))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("ray")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
