@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from continuous.cb_bed import (
     assert_answer,
     assert_told_apart,
@@ -104,3 +105,30 @@ def test_an_adapter_that_was_poisoned_is_well_after_a_reload(model: Any) -> None
         for name, number in VERSIONS.items():
             assert_answer(results.wait(manager.add_request(INPUTS[5], adapter_id=name))[0], number, 8)
         assert (manager.status().adapters["bad"].failed, manager.status().adapters["bad"].finished) == (2, 1)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_memory_that_held_nan(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache takes memory that others have left. What no request has written reaches none."""
+    taken = torch.empty
+
+    def dirty(*size: Any, **options: Any) -> torch.Tensor:
+        tensor = taken(*size, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    model = enabled({"a": 0, "b": 1})
+    config = batching(per_request_processors=True)
+    manager = model.init_continuous_batching(greedy(8, do_sample=sampled, top_k=1), continuous_batching_config=config)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", dirty)
+        manager.warmup()
+    cache = manager.batch_processor.cache
+    held = [*getattr(cache, "key_cache", ()), *getattr(cache, "value_cache", ())]
+    assert all(torch.isfinite(tensor).all() for tensor in held)
+    asked = [manager.add_request(INPUTS[i], adapter_id=name) for i, name in enumerate(("a", None, "b"))]
+    manager.start()
+    try:
+        for output, source in zip(Results(manager).wait(*asked), (0, None, 1), strict=True):
+            assert_answer(output, source, 8)
+    finally:
+        manager.stop(block=True, timeout=40)

@@ -119,6 +119,11 @@ class LoraBatching:
         if self.batching.processor is not processor:
             self._forwards.forget()
             steer_processor(processor, self.batching, self._forwards)
+            # transformers 5.17 takes memory as it is. What is masked counts as zero times what lies there, and a
+            # warm-up reads it all: a NaN that somebody has left would end the process on a GPU.
+            for tensors in ("key_cache", "value_cache"):
+                for tensor in getattr(processor.cache, tensors, ()):
+                    tensor.zero_()
         return processor
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
