@@ -44,7 +44,9 @@ def test_columns_as_ray_gives_them(predictor):
         want = [text("One", 2), text("Two", None, 3), text("Three", 1), text("Four", 3, 5)]
         assert made["text"].to_pylist() == want and made["error"].to_pylist() == [None] * 4
     every = {"prompt": prompts, "adapter": np.full(4, np.nan)}
-    assert predictor(every)["text"].to_pylist() == [text(prompt, None) for prompt in prompts]
+    made = predictor(every)
+    assert made["text"].to_pylist() == [text(prompt, None) for prompt in prompts]
+    assert made["adapter"] == pa.nulls(4, pa.string()), "as in blocks that name adapters"
 
 
 def test_a_row_that_cannot_be_answered_leaves_the_others(predictor):

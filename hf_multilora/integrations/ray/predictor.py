@@ -148,6 +148,11 @@ def _with(batch: Any, answers: list[dict[str, Any]]) -> Any:
     """The batch with the columns of the answers, of the same types whatever they hold."""
     columns = {name: pa.array([answer.get(name) for answer in answers], _TYPES[name]) for name in ANSWER}
     if isinstance(batch, dict):
+        # Ray makes floats of a column that is null throughout a block: its type would not be that of other blocks.
+        for name, kind, plain in (("adapter", pa.string(), str), ("max_new_tokens", pa.int64(), int)):
+            values = [_plain(value) for value in batch.get(name, ())]
+            if name in batch and all(value is None or isinstance(value, plain) for value in values):
+                batch = {**batch, name: pa.array(values, kind)}
         return {**batch, **columns}
     for name, column in columns.items():
         batch = batch.append_column(name, column)
