@@ -175,6 +175,7 @@ def test_one_graph_serves_every_mix(family):
     from torch._dynamo.utils import counters
 
     torch.compiler.reset()
+    counters.clear()  # of what other tests have left
     model = enabled(family)
     config = CompileConfig(backend="aot_eager", mode=None, fullgraph=True)  # type: ignore[arg-type]
     config._compile_all_devices = True  # type: ignore[assignment]  # generate() compiles by itself on a GPU only

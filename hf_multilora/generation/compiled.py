@@ -204,6 +204,7 @@ class _Unknown(Exception):
 # What every module has, as nn.Module makes it: hooks are looked for, tensors and sub-modules are taken one by one.
 _USUAL = frozenset(nn.Module().__dict__) - {"training"}
 _OURS = ("base_layer", "_op", "_group", "_routing")  # known by identity: these objects do not change
+_ASIDE = frozenset(("_before", "_kept", "_seam"))  # for the way back to the base layer; no forward reads them
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -212,7 +213,7 @@ def _take(module: nn.Module, given: list[Hashable]) -> None:
     # Hooks that are there all the same do no harm, and their numbers never come again.
     given += [kind, kind.forward, tuple(module._forward_hooks), tuple(module._forward_pre_hooks)]
     for name, value in module.__dict__.items():
-        if name in _USUAL:
+        if name in _USUAL or (name in _ASIDE and isinstance(module, LoraLayer)):
             continue
         if name in _OURS and isinstance(module, LoraLayer):
             given += [name, None if value is None else weakref.ref(value)]

@@ -14,7 +14,7 @@ pytest.importorskip("ray")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster():
     """Ray's address. Workers find the same modules as this process."""
     ray = pytest.importorskip("ray")
@@ -36,7 +36,7 @@ def cluster():
     ray.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def app(cluster, tmp_path_factory):
     """Three replicas of the model, each with room for four adapters of twelve, behind HTTP."""
     from ray import serve

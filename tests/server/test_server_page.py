@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from page_bed import Stub, asking, row, sees, status_of
-from server_bed import BASE, Running, assert_error, build, engine, tokenizer, until, write
+from server_bed import BASE, Running, assert_error, engine, named, tokenizer, until, write
 
 from hf_multilora import enable_multilora
 from hf_multilora.server import Engine, Settings
@@ -160,7 +160,7 @@ def test_it_is_live(server, open_page):
 
 
 def test_where_adapters_are(folder, open_page):
-    small = enable_multilora(build(), max_loras=2, max_lora_rank=16, max_cpu_loras=2, on_demand=False)
+    small = enable_multilora(named(), max_loras=2, max_lora_rank=16, max_cpu_loras=2, on_demand=False)
     server = Running(
         Engine(small, tokenizer(), page_size=16, num_blocks=64), Settings(adapters=folder, allow_runtime_updates=True)
     )

@@ -53,6 +53,8 @@ def ctrl_c(monkeypatch, after: int):
     def counted(self):
         nonlocal steps
         steps += 1
+        if late:
+            time.sleep(0.1)  # a busy machine takes a while to hear of it
         step(self)
 
     with monkeypatch.context() as patch:
