@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
 from .memory.registry import Loaded
 from .memory.store import AdapterStore
-from .parallel import Agreement, mesh_of
+from .parallel import agreement_of, alike, shared
 from .peft_model import Takeover
 from .placement import devices_now, place
 from .report import AdapterStatus, LoadReport, Status
@@ -107,8 +107,7 @@ class MultiLora:
         if config.extra_vocab_size:
             self.calls.vocabulary = Vocabulary(self._base_vocabulary(), config.extra_vocab_size)
         model.__dict__.pop("_compiled_call", None)
-        mesh = mesh_of(model)
-        self._agreement = self.calls.agreement = None if mesh is None else Agreement(mesh)
+        self.calls.agreement = agreement_of(model)
         self._wrappers = swap_in(self._survey.found, self._routing_of)
         self._bind()
         self._containers = containers(model, self._wrappers)
@@ -230,8 +229,8 @@ class MultiLora:
             if isinstance(source, Mapping):
                 raise ConfigError("Tensors in memory need a name: load(tensors, name, config=...).")
             name = os.fspath(source)
-        if self._agreement is not None:
-            self._agreement.check("the adapter to load", name, _content(source), config, revision, subfolder)
+        if self.calls.agreement is not None:
+            self.calls.agreement.check("the adapter to load", name, _content(source), config, revision, subfolder)
         read = self._loader(
             source,
             config=config,
@@ -254,23 +253,14 @@ class MultiLora:
     def _register(self, name: str, read: Callable[[], Loaded], reload: bool, in_memory: bool) -> LoadReport:
         if not isinstance(name, str) or not name or name == BASE:
             raise ConfigError(f"{name!r} cannot name an adapter: expected a non-empty string other than {BASE!r}.")
-        with self._alike("the adapters to load") as facts:
+        with alike(self.calls.agreement, "the adapters to load") as facts:
             entry = self.store.register(name, read, reload=reload, evictable=not in_memory)
             packed, about = entry.packed, entry.version.loaded
             ranks = {site: rank for site, rank in packed.ranks.items() if rank} if packed is not None else {}
             facts += [name, entry.generation, about.fingerprint, ranks]
-        if self._agreement is not None and packed is not None and packed.has_vectors:
+        if self.calls.agreement is not None and packed is not None and packed.has_vectors:
             entry.version = replace(entry.version, evictable=False)  # to read it again would need all ranks at once
         return entry.report(hashed=False)
-
-    @contextmanager
-    def _alike(self, what: str) -> Iterator[list[Any]]:
-        """What happens in the block happens on all ranks of a tensor-parallel model, or is an error on all."""
-        if self._agreement is None:
-            yield []
-            return
-        with self._agreement.of(what) as facts:
-            yield facts
 
     def _read_once(self, box: list[dict[str, torch.Tensor]]) -> Callable[..., Loaded]:
         """A loader of tensors in memory that lets go of them: the packed block is what stays."""
@@ -293,7 +283,7 @@ class MultiLora:
         Args:
             options: as for `load`.
         """
-        if self._agreement is not None:  # one after the other, for ranks may have to read the base together
+        if self.calls.agreement is not None:  # one after the other, for ranks may have to read the base together
             return {name: self.load(source, name, **options) for name, source in sources.items()}
         reload = bool(options.pop("reload", False))
         reads = {name: self._loader(source, **options) for name, source in sources.items()}
@@ -338,12 +328,13 @@ class MultiLora:
             )
         for item in plan.saved:
             path = f"{item.path}.{item.name}".rpartition(".")[0]
-            if any(target.shard is not None for target in getattr(self._survey.found.get(path), "targets", ())):
+            wrapper = self._wrappers.get(path)
+            if shared(self._model.get_submodule(path) if wrapper is None else wrapper.base_layer):
                 raise UnsupportedAdapterError(
                     f"{plan.source}: it saves {path!r} whole (modules_to_save), a layer that the ranks of this "
                     "tensor-parallel model share: that is not served. Saved heads and embeddings are."
                 )
-            if isinstance(self._wrappers.get(path), LoraRouter):
+            if isinstance(wrapper, LoraRouter):
                 raise UnsupportedAdapterError(
                     f"{plan.source}: it saves the router {path!r} whole (modules_to_save), which is not served: "
                     "LoRA on routers is."
@@ -420,7 +411,7 @@ class MultiLora:
             busy = {n for key in call.lease.slots for n in names_of(key)}
             if name in busy:
                 raise SlotError(f"{name!r} is in use by the call that this runs in. Unload it after that call.")
-        with self._alike("the adapters to unload") as facts:
+        with alike(self.calls.agreement, "the adapters to unload") as facts:
             if name in names_of(self.calls.default):
                 self.calls.default = None
             self.store.unload(name)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -44,6 +44,11 @@ class Seam:
     own: Callable[..., Any]
     style: Any
     mesh: Any
+
+    @property
+    def sums(self) -> bool:
+        """Whether ranks see parts of the inputs, and what they compute is summed."""
+        return any(kind.__name__ == "RowwiseParallel" for kind in type(self.style).__mro__)
 
     def around(self, own: Callable[..., Any]) -> FunctionType:
         """The same around another forward."""
@@ -95,7 +100,7 @@ def shard_of(module: nn.Module, transposed: bool = False) -> Shard | None:
         return Shard(rank, rows=_held(weight, 1 if transposed else 0))
     if "ColwiseParallel" in kinds and local.is_replicate():
         return None
-    if "RowwiseParallel" in kinds and local.is_replicate():
+    if seam.sums and local.is_replicate():
         return Shard(rank, columns=_held(weight, 0 if transposed else 1))
     raise ValueError(f"tensor parallelism splits it ({type(style).__name__}) in a way that adapters cannot follow")
 
@@ -167,15 +172,37 @@ class Agreement:
         try:
             yield facts
         except Exception as error:
-            try:
+            with suppress(ModelError):  # the others have theirs
                 self.check(what, type(error).__name__, str(error))
-            except ModelError:
-                raise error from None
             raise
         self.check(what, *facts)
 
 
-def mesh_of(model: nn.Module) -> Any:
-    """Of a tensor-parallel model's ranks; None for any other model."""
+def agreement_of(model: nn.Module) -> Agreement | None:
+    """Of the ranks that share a model; None for a model of one process."""
     seams = (seam_of(module) for module in model.modules())
-    return next((seam.mesh for seam in seams if seam is not None and seam.mesh is not None), None)
+    mesh = next((seam.mesh for seam in seams if seam is not None and seam.mesh is not None), None)
+    return None if mesh is None else Agreement(mesh)
+
+
+@contextmanager
+def alike(agreement: Agreement | None, what: str) -> Iterator[list[Any]]:
+    """`Agreement.of`, where there are ranks."""
+    if agreement is None:
+        yield []
+        return
+    with agreement.of(what) as facts:
+        yield facts
+
+
+def shared(module: nn.Module) -> bool:
+    """Whether ranks share what a module computes, so that nobody could replace it as a whole."""
+    try:
+        return shard_of(module) is not None
+    except ValueError:
+        return True
+
+
+def splits(block: nn.Module) -> bool:
+    """Whether ranks share the stacked weights of a block of experts, by tensor or expert parallelism."""
+    return seam_of(block) is not None or any(hasattr(p, "device_mesh") for p in block.parameters(recurse=False))

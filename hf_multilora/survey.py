@@ -22,7 +22,7 @@ from .layers.hooks import offloaded
 from .layers.linear import LoraHead, LoraLinear
 from .layers.quantised import acts_as_linear
 from .layers.router import LoraRouter
-from .parallel import shard_of
+from .parallel import shard_of, splits
 from .sources import outside_of_text, refusal, scattered, slices
 
 
@@ -87,6 +87,8 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
         reason = refusal(path, parent, name, module, outside)
         if block is not None or wrapper is LoraRouter:
             reason = reason or replaced(parent)
+        if block is not None and reason is None and splits(module):
+            reason = "ranks share its experts, over which adapters are not served (tensor or expert parallelism)"
         if block is not None:
             blocks[path] = block
             if reason is not None:

@@ -97,7 +97,7 @@ class LoraLayer(nn.Module):
         """Where ranks sum over their parts of the inputs, adapters add theirs before the sum: inside of the forward
         that transformers has put on the layer. That goes to the wrapper, around the wrapper's own."""
         seam = seam_of(self.base_layer)
-        if seam is None or seam.style is None or not type(seam.style).__name__.startswith("Rowwise"):
+        if seam is None or not seam.sums:
             return
         base = self.base_layer.__dict__
         del base["forward"]

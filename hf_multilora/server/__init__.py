@@ -5,7 +5,9 @@ Importing this package imports neither FastAPI nor torch; its names are looked u
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import lazily
 
 if TYPE_CHECKING:
     from .app import create_app
@@ -13,12 +15,4 @@ if TYPE_CHECKING:
     from .settings import Settings
 
 __all__ = ["Engine", "Settings", "create_app"]
-_HOMES = {"create_app": "app", "Engine": "engine", "Settings": "settings"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+__getattr__ = lazily(__name__, {"create_app": "app", "Engine": "engine", "Settings": "settings"})

@@ -139,14 +139,6 @@ class Engine:
         """Requests that have been added and not ended."""
         return len(self._live)
 
-    def unfinished_tokens(self) -> int:
-        """Generated tokens of requests that have not ended: the manager counts them at their ends."""
-        manager = self._manager
-        states = [] if manager is None else list(manager.batching.traffic.live.values())
-        # After a reset, what had been generated is a part of the initial tokens.
-        again = (len(s.initial_tokens) - s._true_initial_tokens for s in states if s._true_initial_tokens)
-        return sum(again) + sum(state.generated_len() for state in states)
-
     def registered(self, name: str) -> bool:
         try:
             self.multilora.missing(name)

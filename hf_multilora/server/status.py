@@ -51,7 +51,7 @@ def snapshot(answers: Answers, limit: int | None = None, match: str = "") -> dic
     engine, base = answers.engine, answers.resolver.base
     found = engine.multilora.status()
     traffic = found.batching.adapters if found.batching else {}
-    sums = _sums(traffic.values(), engine.unfinished_tokens()) if found.batching else None
+    sums = _sums(traffic.values()) if found.batching else None
     queue = {
         "in_work": engine.in_work,
         "running": sum(item.running for item in traffic.values()),
@@ -76,12 +76,11 @@ def snapshot(answers: Answers, limit: int | None = None, match: str = "") -> dic
     }
 
 
-def _sums(traffic: Iterable[AdapterTraffic], unfinished: int) -> dict[str, int]:
+def _sums(traffic: Iterable[AdapterTraffic]) -> dict[str, int]:
     found = {name: 0 for name in _SUMS}
     for item in traffic:
         for name in _SUMS:
             found[name] += getattr(item, name)
-    found["new_tokens"] += unfinished
     return found
 
 

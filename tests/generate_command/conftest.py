@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bulk_bed import SMALL, build, tokenizer, write_adapter
+from collections_spared import quick_collections  # noqa: F401
 
 from hf_multilora.cli import main
-
-
-@pytest.fixture(scope="session", autouse=True)
-def quick_collections():
-    """A manager collects garbage when it stops, which takes a second for all that has been imported by then."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fastapi")
 
+from collections_spared import quick_collections  # noqa: E402, F401
 from server_bed import Running, engine, write  # noqa: E402
 
 from hf_multilora.server import Settings  # noqa: E402
-
-
-@pytest.fixture(scope="session", autouse=True)
-def quick_collections():
-    """A manager collects garbage when it stops, which takes a second for all that has been imported by then."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

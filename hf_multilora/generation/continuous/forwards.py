@@ -242,9 +242,8 @@ class Forwards:
         """Whether the forward is a graph, or becomes one."""
         assert self._batch is not None
         graph = runner.use_cuda_graph_decode if use_block_table else runner.use_cuda_graph_varlen
-        return (
-            bool(graph) and not self._batch.saved and (self.graphs == "given" or (self.decoding and self.pads(False)))
-        )
+        ours = self.graphs == "decode" and self.decoding
+        return bool(graph) and not self._batch.saved and (self.graphs == "given" or ours)
 
     def not_captured(self, error: Exception) -> None:
         """A graph that was our own choice could not be captured: go on without any."""

@@ -36,7 +36,7 @@ class Traffic:
         """Tokens that each key has had so far, those of running requests among them."""
         found = {key: traffic.prompt_tokens + traffic.new_tokens for key, traffic in self._of.items()}
         for state in self._live.values():
-            found[_key(state)] = found.get(_key(state), 0) + len(state.generated_tokens)
+            found[_key(state)] = found.get(_key(state), 0) + _new_tokens(state)
         return found
 
     def arrived(self, state: Any) -> None:
@@ -73,18 +73,24 @@ class Traffic:
             traffic.failed += 1
         else:
             traffic.cancelled += 1
-        prompt = state._true_initial_tokens or len(state.initial_tokens)
-        traffic.new_tokens += len(state.initial_tokens) - prompt + len(state.generated_tokens)
+        traffic.new_tokens += _new_tokens(state)
 
     def snapshot(self) -> dict[str, AdapterTraffic]:
         found = {key: replace(traffic) for key, traffic in list(self._of.items())}
         for request_id, state in list(self._live.items()):
             traffic = found.setdefault(_key(state), AdapterTraffic())
+            traffic.new_tokens += _new_tokens(state)
             if request_id in self._begun:
                 traffic.running += 1
             else:
                 traffic.waiting += 1
         return {BASE if key is None else label_of(key): traffic for key, traffic in found.items()}
+
+
+def _new_tokens(state: Any) -> int:
+    """What it has generated; after a reset, some of that lies behind its prompt."""
+    prompt = state._true_initial_tokens or len(state.initial_tokens)
+    return len(state.initial_tokens) - prompt + len(state.generated_tokens)
 
 
 def _key(state: Any) -> Key | None:

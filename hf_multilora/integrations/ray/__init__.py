@@ -8,7 +8,9 @@ Importing this package imports neither Ray nor torch; its names are looked up wh
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ...lazy import lazily
 
 if TYPE_CHECKING:
     from .app import serve_app
@@ -16,12 +18,4 @@ if TYPE_CHECKING:
     from .resume import unanswered
 
 __all__ = ["MultiLoraPredictor", "serve_app", "unanswered"]
-_HOMES = {"MultiLoraPredictor": "predictor", "serve_app": "app", "unanswered": "resume"}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+__getattr__ = lazily(__name__, {"MultiLoraPredictor": "predictor", "serve_app": "app", "unanswered": "resume"})
