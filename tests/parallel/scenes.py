@@ -16,6 +16,7 @@ import torch.distributed as dist
 import transformers
 from models import FAMILIES, VOCAB, prompts
 from oracle import make_adapter, relative_error, specs
+from safetensors.torch import load_file, save_file
 from transformers.distributed import DistributedConfig
 
 from hf_multilora import disable_multilora, enable_multilora
@@ -169,6 +170,9 @@ def refusals(family: str, folder: str) -> dict[str, Any]:
     )  # fmt: skip
     if dist.get_rank() == 0:
         make_adapter(families(family), whole, 3, r=2, target_modules=["q_proj"], modules_to_save=["o_proj"])
+        tensors = load_file(whole / "adapter_model.safetensors")
+        trained = {name: t + 0.5 if "o_proj" in name else t for name, t in tensors.items()}  # no copy of the base's
+        save_file(trained, whole / "adapter_model.safetensors", metadata={"format": "pt"})
         transformers.Qwen3MoeForCausalLM(mixture).save_pretrained(Path(folder, "mixture"))
     dist.barrier()
     path = "base_model.model.model.layers.0.mlp.experts.1.down_proj.lora_"
