@@ -116,6 +116,7 @@ class BatchingStatus:
     adapters: dict[str, AdapterTraffic]  # by name ("a*0.7+b*0.3" for a mix, "__base__")
     steps: int = 0
     seats: int = 0  # slots that running requests hold
+    unfinished_tokens: int = 0  # new tokens of requests that have not ended; adapters' counters hold the others
 
     _HEAD = (
         "requests of", "all", "waiting", "running", "finished", "failed", "cancelled", "new tokens", "prefix tokens",

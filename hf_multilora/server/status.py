@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
@@ -12,7 +11,7 @@ from fastapi import APIRouter, Query
 from .._version import __version__
 from ..errors import AdapterNotFoundError
 from ..generation.ids import BASE
-from ..report import AdapterTraffic, Status
+from ..report import AdapterTraffic, BatchingStatus, Status
 from .answers import Answers
 
 _SUMS = ("requests", "finished", "failed", "cancelled", "prompt_tokens", "prefix_tokens", "new_tokens")
@@ -51,7 +50,7 @@ def snapshot(answers: Answers, limit: int | None = None, match: str = "") -> dic
     engine, base = answers.engine, answers.resolver.base
     found = engine.multilora.status()
     traffic = found.batching.adapters if found.batching else {}
-    sums = _sums(traffic.values()) if found.batching else None
+    sums = _sums(found.batching) if found.batching else None
     queue = {
         "in_work": engine.in_work,
         "running": sum(item.running for item in traffic.values()),
@@ -76,11 +75,12 @@ def snapshot(answers: Answers, limit: int | None = None, match: str = "") -> dic
     }
 
 
-def _sums(traffic: Iterable[AdapterTraffic]) -> dict[str, int]:
+def _sums(batching: BatchingStatus) -> dict[str, int]:
     found = {name: 0 for name in _SUMS}
-    for item in traffic:
+    for item in batching.adapters.values():
         for name in _SUMS:
             found[name] += getattr(item, name)
+    found["new_tokens"] += batching.unfinished_tokens
     return found
 
 

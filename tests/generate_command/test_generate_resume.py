@@ -67,8 +67,15 @@ def ctrl_c(monkeypatch, after: int):
 @pytest.fixture
 def interrupted(generate, source, monkeypatch):
     """What the command says that was interrupted after the fifth answer."""
+    others = generation_threads()  # of other folders' tests
     with ctrl_c(monkeypatch, 5):
-        return generate(source)
+        said = generate(source)
+    assert generation_threads() <= others
+    return said
+
+
+def generation_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if "_run_generation_loop" in thread.name}
 
 
 def answered(partial: Path) -> set[int]:
@@ -79,7 +86,6 @@ def answered(partial: Path) -> set[int]:
 def test_ctrl_c(interrupted, generate, source, partial, tmp_path):
     code, out, err = interrupted
     assert (code, out) == (130, "") and "5 of 12 lines" in err and "same command" in err
-    assert not any("_run_generation_loop" in thread.name for thread in threading.enumerate())
     assert not (tmp_path / "out.jsonl").exists()
     kept = answered(partial)
     assert len(kept) == 5

@@ -286,4 +286,5 @@ class Batching:
         return Seeded(tokens, carrier.seat.identity, carrier.start)
 
     def status(self) -> BatchingStatus:
-        return BatchingStatus(self.traffic.snapshot(), self.traffic.steps, len(list(self.seats)))
+        traffic = self.traffic
+        return BatchingStatus(traffic.snapshot(), traffic.steps, len(list(self.seats)), traffic.unfinished_tokens())

@@ -39,6 +39,10 @@ class Traffic:
             found[_key(state)] = found.get(_key(state), 0) + _new_tokens(state)
         return found
 
+    def unfinished_tokens(self) -> int:
+        """New tokens of requests that have not ended, which no adapter's counter holds yet."""
+        return sum(map(_new_tokens, list(self._live.values())))
+
     def arrived(self, state: Any) -> None:
         """A request, or its state after a reset."""
         if state.request_id not in self._live:
@@ -79,7 +83,6 @@ class Traffic:
         found = {key: replace(traffic) for key, traffic in list(self._of.items())}
         for request_id, state in list(self._live.items()):
             traffic = found.setdefault(_key(state), AdapterTraffic())
-            traffic.new_tokens += _new_tokens(state)
             if request_id in self._begun:
                 traffic.running += 1
             else:
