@@ -154,7 +154,7 @@ class CudaRecorder:
             stream.wait_stream(current)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with _no_collection(), torch.cuda.stream(stream):
+            with no_collection(), torch.cuda.stream(stream):
                 # cuBLAS keeps scratch memory for each stream, until somebody clears it: a graph's must be its pool's.
                 _clear_scratch()
                 # Other threads may load adapters meanwhile; their calls do not concern this capture.
@@ -163,7 +163,11 @@ class CudaRecorder:
                     output = fn()
                     graph.capture_end()
                 except BaseException:
-                    self._recover(graph)
+                    pool, self._pool = self._pool, None  # it may hold half of a graph
+                    self._recorded.clear()
+                    with suppress(Exception):
+                        graph.capture_end()
+                    recover(self._device, pool)
                     raise
             _clear_scratch()
             current.wait_stream(stream)
@@ -178,20 +182,18 @@ class CudaRecorder:
             self._stream = torch.cuda.Stream(self._device)
         return self._stream
 
-    def _recover(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that has failed. What torch leaves open then would outlast it: allocations that go to the
-        pool, a random generator that believes it is captured."""
-        pool, self._pool = self._pool, None  # it may hold half of a graph
-        self._recorded.clear()
+
+def recover(device: torch.device, pool: Any) -> None:
+    """End what a failed capture leaves open in torch, and what would outlast it: allocations that go to its pool, a
+    random generator that believes it is captured."""
+    with torch.cuda.device(device):
         with suppress(Exception):
-            graph.capture_end()
-        with suppress(Exception):
-            torch._C._cuda_endAllocateToPool(self._device.index, pool)
-        with suppress(Exception), warnings.catch_warnings():
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        with suppress(Exception), warnings.catch_warnings(), torch.cuda.stream(torch.cuda.Stream()):
             warnings.simplefilter("ignore")
             whole = torch.cuda.CUDAGraph()
             whole.capture_begin(capture_error_mode="thread_local")
-            torch.zeros(1, device=self._device)
+            torch.zeros(1, device="cuda")
             whole.capture_end()
 
 
@@ -200,7 +202,7 @@ def _clear_scratch() -> None:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """No cyclic garbage is collected: what it frees may be what must not be freed during a capture."""
     enabled = gc.isenabled()
     gc.disable()

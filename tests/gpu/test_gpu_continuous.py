@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -86,6 +87,65 @@ def test_a_reload_while_its_requests_decode(way: dict[str, Any]) -> None:
         for output, source, tokens in zip(results.wait(old, new), (0, 5), (48, 24), strict=True):
             assert_answer(output, source, tokens, [0, 5])
         assert results[old].lifespan[1] > now, "it ended too early for this test"
+
+
+@pytest.fixture
+def eager_collection() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(20)
+    yield
+    gc.set_threshold(*before)
+
+
+def captures(model: Any, then: Any) -> list[bool]:
+    """Calls `then` in the middle of each capture; a list with an item for each."""
+    seen: list[bool] = []
+
+    def hook(*_: Any) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            seen.append(True)
+            then()
+            [[i] for i in range(100)]  # so many objects that the collector runs, where it may
+
+    model.model.layers[0].input_layernorm.register_forward_pre_hook(hook)
+    return seen
+
+
+@pytest.mark.skipif(not CUDA, reason="nothing is captured without a CUDA device")
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_dead_manager_leaves_is_not_freed_in_a_capture(ahead: bool, eager_collection: None) -> None:
+    model = enabled({"a": 0, "b": 1, "c": 2}, device=DEVICE)
+    pools = []
+    for _ in range(40):
+        pools.append(torch.cuda.MemPool())
+        with torch.cuda.use_mem_pool(pools[-1]):
+            torch.zeros(1 << 22, device=DEVICE)
+
+    def leave_a_pool() -> None:
+        if pools:
+            knot: list[Any] = [pools.pop()]
+            knot.append(knot)
+
+    seen = captures(model, leave_a_pool)
+    way = {"use_cuda_graph": True, "use_async_batching": ahead}
+    outputs = batch(model, INPUTS, 24, batching(max_batch_tokens=48, **way), adapter_ids=IDS)
+    assert seen, "nothing was captured"
+    for output, source in zip(outputs, SOURCES, strict=True):
+        assert_answer(output, source, 24, SOURCES)
+
+
+@pytest.mark.skipif(not CUDA, reason="nothing is captured without a CUDA device")
+def test_after_a_failed_capture_the_next_manager_works() -> None:
+    model = enabled({"a": 0, "b": 1, "c": 2}, device=DEVICE)
+    forbidden = [True]
+    seen = captures(model, lambda: torch.cuda.synchronize() if forbidden else None)
+    way = {"use_cuda_graph": True, "use_async_batching": False}
+    outputs = batch(model, INPUTS, 24, batching(max_batch_tokens=48, **way), adapter_ids=IDS)
+    assert seen and all(output.error for output in outputs), "a graph that was asked for could not be captured"
+    forbidden.clear()
+    outputs = batch(model, INPUTS, 24, batching(max_batch_tokens=48, **way), adapter_ids=IDS)
+    for output, source in zip(outputs, SOURCES, strict=True):
+        assert_answer(output, source, 24, SOURCES)
 
 
 @pytest.mark.skipif(not CUDA, reason="page-locked memory needs a CUDA device")

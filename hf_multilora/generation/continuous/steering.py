@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedAdapterError
+from ..capture import no_collection, recover
 from .batching import Batching
 from .forwards import Forwards
 from .logits import steer
@@ -261,8 +262,10 @@ def _runner(own: Any) -> Any:
 
         def _capture_graph(self, *args: Any) -> None:
             try:
-                super()._capture_graph(*args)
+                with no_collection():  # the memory of a manager that is gone, say, is freed by its last reference
+                    super()._capture_graph(*args)
             except Exception as error:
+                recover(self.cache.device, self.graph_pool_id)
                 # The forward in front of the capture has run, so that the batch is done all the same.
                 if self._forwards.graphs == "given":
                     raise
