@@ -54,7 +54,7 @@ def trusted(model: nn.Module) -> list[bool]:
 @contextmanager
 def ungrouped() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hf_multilora.handle.form_groups", lambda wrappers, routing: None)
+        patch.setattr("hf_multilora.wrapped.form_groups", lambda wrappers, routing: None)
         yield
 
 

@@ -134,9 +134,9 @@ def test_a_new_adapter_while_others_decode() -> None:
 @contextmanager
 def held(*paths: Path) -> Iterator[tuple[threading.Event, threading.Event]]:
     """Reading the adapters at these paths waits for the second event; the first says that somebody tried."""
-    import hf_multilora.handle as handle
+    import hf_multilora.reading as reading
 
-    tried, may, plain = threading.Event(), threading.Event(), handle.load_plan
+    tried, may, plain = threading.Event(), threading.Event(), reading.load_plan
 
     def slow(source: Any, *args: Any, **kwargs: Any) -> Any:
         if str(source) in map(str, paths):
@@ -145,7 +145,7 @@ def held(*paths: Path) -> Iterator[tuple[threading.Event, threading.Event]]:
         return plain(source, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handle, "load_plan", slow)
+        patch.setattr(reading, "load_plan", slow)
         try:
             yield tried, may
         finally:

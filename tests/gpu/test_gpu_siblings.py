@@ -18,7 +18,7 @@ TOLERANCE = {torch.float32: FP32_TOLERANCE, torch.bfloat16: 4e-2, torch.float16:
 def test_as_one_by_one(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tokens: int) -> None:
     model = enabled(dtype)
     with monkeypatch.context() as patch:
-        patch.setattr("hf_multilora.handle.form_groups", lambda wrappers, routing: None)
+        patch.setattr("hf_multilora.wrapped.form_groups", lambda wrappers, routing: None)
         single = enabled(dtype)
     batch = inputs(tokens)
     served: list[int] = []
