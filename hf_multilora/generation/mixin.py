@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from .continuous.mixin import ContinuousBatchingMixin
 from .ids import one_of, to_keys
 from .logits import AdapterVocabularyLogitsProcessor
 from .obstacles import environment
+from .pipelines import refuse_repeated
 from .waves import Following, plan_waves, refuse_waves, run_waves
 from .words import AdapterWords
 
@@ -377,6 +379,7 @@ def _enabled_class(old: type[PreTrainedModel]) -> type[PreTrainedModel]:
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             if "multilora" not in self.__dict__:  # a method that somebody kept beyond disable_multilora
                 return type(self).generate(self, *args, **kwargs)
+            refuse_repeated(kwargs, sys._getframe(1))
             return MultiLoraGenerationMixin.generate(self, *args, **kwargs)
 
         generate.__signature__ = _both_signatures(old.generate, MultiLoraGenerationMixin.generate)  # type: ignore
