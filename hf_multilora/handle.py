@@ -36,7 +36,7 @@ from .parallel import agreement_of, alike
 from .peft_model import Takeover
 from .placement import place
 from .reading import Reader
-from .report import AdapterStatus, LoadReport, Status
+from .report import AdapterStatus, LoadReport, LoadReports, Status
 from .routing import Routing
 from .spread import SpreadRouting, routings_of
 from .survey import Survey, survey
@@ -152,7 +152,7 @@ class MultiLora:
             entry.version = replace(entry.version, evictable=False)  # to read it again would need all ranks at once
         return entry.report(hashed=False)
 
-    def load_many(self, sources: Mapping[str, Any], **options: Any) -> dict[str, LoadReport]:
+    def load_many(self, sources: Mapping[str, Any], **options: Any) -> LoadReports:
         """Register several adapters, `{name: source}`, with a progress bar (transformers' switches hide it).
 
         A few are read at once; they are registered one after the other, in their order. Where one fails, those before
@@ -160,12 +160,15 @@ class MultiLora:
 
         Args:
             options: as for `load`.
+
+        Returns:
+            LoadReports: a dictionary of each one's LoadReport by its name.
         """
         if self.calls.agreement is not None:  # one after the other, for ranks may have to read the base together
-            return {name: self.load(source, name, **options) for name, source in sources.items()}
+            return LoadReports({name: self.load(source, name, **options) for name, source in sources.items()})
         reload = bool(options.pop("reload", False))
         reads = {name: self._reader.of(source, **options) for name, source in sources.items()}
-        reports = {}
+        reports = LoadReports()
         remote = any(not isinstance(source, Mapping) and not Path(source).exists() for source in sources.values())
         with closing(read_ahead(reads, remote=remote)) as ahead:
             for name, read in logging.tqdm(ahead, desc="Loading adapters", unit="adapter", total=len(reads)):

@@ -11,6 +11,9 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import Any, Protocol
 
+from .demand import Demand
+from .display import Table
+
 
 @dataclass
 class LoadReport:
@@ -48,7 +51,7 @@ class LoadReport:
         return describe(self._title(), self._details())
 
     def _repr_html_(self) -> str:
-        return _html_table(self._title(), None, self._details())
+        return Table(self._title(), None, self._details()).html()
 
     def _title(self) -> str:
         title = f"{self.name}: rank {self.rank}, {count(len(self.modules), 'module')}, {megabytes(self.nbytes)}"
@@ -69,6 +72,40 @@ class LoadReport:
         rows += [("ignored", abridge(self.ignored))] if self.ignored else []
         rows += [("left out", abridge(self.left_out))] if self.left_out else []
         return rows + [("warning", warning) for warning in self.warnings]
+
+
+class LoadReports(dict[str, LoadReport]):
+    """What `load_many` returns: the report of each adapter by its name, shown as one table."""
+
+    _HEAD = ("adapter", "rank", "modules", "size", "loaded in", "beside", "warnings")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: report.to_dict() for name, report in self.items()}
+
+    def __repr__(self) -> str:
+        return f"LoadReports({self._title()})"
+
+    def __str__(self) -> str:
+        return "\n\n".join([self._title(), self._table().text()])
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def __rich__(self) -> Any:
+        return self._table().rich()
+
+    def _title(self) -> str:
+        warnings = sum(len(report.warnings) for report in self.values())
+        title = f"{count(len(self), 'adapter')} loaded, {megabytes(sum(report.nbytes for report in self.values()))}"
+        return title + (f", {count(warnings, 'warning')}" if warnings else "")
+
+    def _table(self) -> Table:
+        rows = [
+            (r.name, str(r.rank), str(len(r.modules)), megabytes(r.nbytes), f"{r.load_ms:.1f} ms")
+            + ("; ".join(r.features), str(len(r.warnings) or ""))
+            for r in self.values()
+        ]
+        return Table(self._title(), self._HEAD, rows, ("rank", "modules", "size", "loaded in", "warnings"))
 
 
 @dataclass
@@ -135,13 +172,16 @@ class BatchingStatus:
         return f"BatchingStatus({self._title()})"
 
     def __str__(self) -> str:
-        return "\n\n".join([self._title(), _text_table(self._HEAD, self._rows())])
+        return "\n\n".join([self._title(), self._table().text()])
 
     def _repr_html_(self) -> str:
-        return _html_table(self._title(), self._HEAD, self._rows())
+        return self._table().html()
 
     def __rich__(self) -> Any:
-        return _rich_table(self._title(), self._HEAD, self._rows())
+        return self._table().rich()
+
+    def _table(self) -> Table:
+        return Table(self._title(), self._HEAD, self._rows(), self._HEAD[1:])
 
     def _title(self) -> str:
         running = sum(traffic.running for traffic in self.adapters.values())
@@ -184,6 +224,9 @@ class Status:
     resident: CacheCounters  # slots
     registered: CacheCounters  # host memory
     batching: BatchingStatus | None = None  # of the manager of continuous batching that runs, if one does
+    demand: Demand = field(default_factory=Demand)
+    suggested_max_loras: int | None = None  # by what was asked so far; None: as it is, or nothing is known yet
+    suggestion: str = ""  # the same with its reason, as a sentence
 
     _ADAPTER_HEAD = ("adapter", "rank", "size", "slot", "pinned", "in use", "source")
     _LEVEL_HEAD = ("level", "hits", "misses", "evictions", "brought in", "time")
@@ -195,23 +238,29 @@ class Status:
         return f"Status({self._title()})"
 
     def __str__(self) -> str:
-        adapters = _text_table(self._ADAPTER_HEAD, self._adapter_rows())
-        parts = [self._title(), adapters, _text_table(self._LEVEL_HEAD, self._level_rows())]
+        parts = [self._title(), *(table.text() for table in self._tables()), *self._advice()]
         return "\n\n".join([*parts, *([str(self.batching)] if self.batching else [])])
 
     def _repr_html_(self) -> str:
-        tables = _html_table(self._title(), self._ADAPTER_HEAD, self._adapter_rows())
-        tables += _html_table(None, self._LEVEL_HEAD, self._level_rows())
-        return tables + (self.batching._repr_html_() if self.batching else "")
+        tables = "\n".join(table.html() for table in self._tables())
+        advice = "".join(f"<p style='margin:.25em 0 .75em'>{escape(line)}</p>" for line in self._advice())
+        return tables + advice + (self.batching._repr_html_() if self.batching else "")
 
     def __rich__(self) -> Any:
         from rich.console import Group
+        from rich.text import Text
 
-        return Group(
-            _rich_table(self._title(), self._ADAPTER_HEAD, self._adapter_rows()),
-            _rich_table(None, self._LEVEL_HEAD, self._level_rows()),
-            *([self.batching] if self.batching else []),
+        tables = (table.rich() for table in self._tables())
+        return Group(*tables, *map(Text, self._advice()), *([self.batching] if self.batching else []))
+
+    def _tables(self) -> tuple[Table, Table]:
+        return (
+            Table(self._title(), self._ADAPTER_HEAD, self._adapter_rows(), ("rank", "size", "slot", "in use")),
+            Table(None, self._LEVEL_HEAD, self._level_rows(), self._LEVEL_HEAD[1:]),
         )
+
+    def _advice(self) -> list[str]:
+        return [self.suggestion] if self.suggestion else []
 
     def _title(self) -> str:
         used = sum(name is not None for name in self.slots)
@@ -312,52 +361,3 @@ def abridge(items: Sequence[str], shown: int = 8) -> str:
     """Return "a, b, c and 7 more"."""
     text = ", ".join(items[:shown])
     return text if len(items) <= shown else f"{text} and {len(items) - shown} more"
-
-
-_NUMBERS = {"rank", "size", "slot", "in use", "hits", "misses", "evictions", "brought in", "time"}
-_NUMBERS |= set(BatchingStatus._HEAD[1:])
-
-
-def _numeric(head: str) -> bool:
-    return head in _NUMBERS
-
-
-def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-    lines = []
-    for row in [head, *rows]:
-        cells = zip(head, row, widths, strict=True)
-        lines.append("  ".join(c.rjust(w) if _numeric(h) else c.ljust(w) for h, c, w in cells).rstrip())
-    return "\n".join(lines)
-
-
-def _rich_table(title: str | None, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Any:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in head:
-        table.add_column(name, justify="right" if _numeric(name) else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def _html_table(title: str | None, head: Sequence[str] | None, rows: Iterable[Sequence[str]]) -> str:
-    # No colour of its own but a translucent grey: text and background stay the page's, light or dark.
-    cell = "padding:.15em 1em .15em 0;border-bottom:1px solid rgba(128,128,128,.35);vertical-align:top"
-    lines = [f"<p style='margin:.5em 0 .25em'><strong>{escape(title)}</strong></p>"] if title else []
-    lines.append("<table style='border-collapse:collapse;margin:.25em 0 .75em;background:transparent;color:inherit'>")
-    if head:
-        aligned = ((name, "right" if _numeric(name) else "left") for name in head)
-        cells = "".join(f"<th style='{cell};text-align:{side}'>{escape(name)}</th>" for name, side in aligned)
-        lines.append(f"<thead><tr>{cells}</tr></thead>")
-    lines.append("<tbody>")
-    for row in rows:
-        sides = ["right" if head and _numeric(head[i]) else "left" for i in range(len(row))]
-        cells = "".join(
-            f"<td style='{cell};text-align:{side}'>{escape(text)}</td>" for side, text in zip(sides, row, strict=True)
-        )
-        lines.append(f"<tr style='background:transparent'>{cells}</tr>")
-    return "\n".join([*lines, "</tbody></table>"])

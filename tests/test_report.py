@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from hf_multilora.report import AdapterStatus, CacheCounters, LoadReport, Status
+from hf_multilora.report import AdapterStatus, CacheCounters, LoadReport, LoadReports, Status
 
 
 @pytest.fixture
@@ -73,35 +74,98 @@ def test_empty_status():
     assert "<table" in empty._repr_html_()
 
 
-class Balanced(HTMLParser):
-    """Checks that tags close in order and collects their names."""
+class Page(HTMLParser):
+    """What a browser would make of some HTML: tables as texts of cells; fails where tags do not close in order."""
 
     def __init__(self, html: str):
         super().__init__()
         self.open: list[str] = []
         self.seen: set[str] = set()
+        self.styles: list[str] = []
+        self.captions: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.outside = ""
         self.feed(html)
+        self.close()
         assert not self.open
 
     def handle_starttag(self, tag, attrs):
         self.open.append(tag)
         self.seen.add(tag)
+        assert {name for name, _ in attrs} <= {"style"}
+        self.styles += [value for _, value in attrs]
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+        elif tag == "caption":
+            self.captions.append("")
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.tables[-1][-1][-1] += data
+        elif self.open and self.open[-1] == "caption":
+            self.captions[-1] += data
+        else:
+            self.outside += data
 
-def test_html_is_well_formed_and_escaped(report, status):
-    for html in (report._repr_html_(), status._repr_html_()):
-        assert "script" not in Balanced(html).seen
-        assert "<script>" not in html
+
+NASTY = "<script>alert(1)</script>"
+
+
+def test_html_of_a_report(report):
+    page = Page(report._repr_html_())
+    assert page.captions == ["sql: rank 8, 60 modules, 937 kB, loaded in 12.3 ms, 2 warnings"]
+    (table,) = page.tables
+    assert all(len(row) == 2 for row in table)
+    rows = [tuple(row) for row in table]
+    assert ("source", "org/sql-lora@3f2a") in rows and ("modules", "q_proj 30 x r8, v_proj 30 x r4") in rows
+    assert [text for word, text in rows if word == "warning"] == report.warnings
+
+
+def test_html_of_a_status(status):
+    status.suggestion = f"max_loras=9: {NASTY}"
+    page = Page(status._repr_html_())
+    assert page.captions == [repr(status).removeprefix("Status(").removesuffix(")")]
+    adapters, levels = page.tables
+    assert adapters == [
+        ["adapter", "rank", "size", "slot", "pinned", "in use", "source"],
+        ["sql", "8", "937 kB", "0", "yes", "2", "org/sql-lora"],
+        [NASTY, "4", "476 kB", "-", "", "", "[red]x"],
+        ["sql*0.7+poet*0.3", "", "", "2", "", "", "mix"],
+    ]
+    assert levels[1] == ["slots", "10", "3", "1", "3 MB", "4.5 ms"]
+    assert page.outside.split() == ["max_loras=9:", *NASTY.split()]
+    assert "script" not in page.seen
+
+
+def test_html_of_several_reports(report):
+    reports = LoadReports(sql=report, other=replace(report, name=NASTY, warnings=[]))
+    page = Page(reports._repr_html_())
+    assert page.captions == ["2 adapters loaded, 1.9 MB, 2 warnings"] == str(reports).splitlines()[:1]
+    (table,) = page.tables
+    assert table == [
+        ["adapter", "rank", "modules", "size", "loaded in", "beside", "warnings"],
+        ["sql", "8", "60", "937 kB", "12.3 ms", "", "2"],
+        [NASTY, "8", "60", "937 kB", "12.3 ms", "", ""],
+    ]
+    assert reports["sql"] is report and isinstance(reports, dict)
 
 
 def test_html_takes_its_colours_from_the_page(report, status):
-    html = report._repr_html_() + status._repr_html_()
-    for rule in ("#", "white", "black"):
-        assert rule not in html.replace("&#x27;", "")
-    assert "color:inherit" in html
+    """Text and background are the page's; lines are a grey that shows on both; nothing depends on a style sheet."""
+    for html in (report._repr_html_(), status._repr_html_()):
+        styles = Page(html).styles
+        colours = {rule for style in styles for rule in style.split(";") if "color" in rule or "background" in rule}
+        assert colours == {"color:inherit", "background:transparent"} | {
+            rule for rule in colours if "128,128,128" in rule
+        }
+        assert "<style" not in html and "class=" not in html
 
 
 def test_rich_shows_markup_as_it_is(status):

@@ -302,6 +302,7 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     calls.ensure(distinct)  # an unknown name must not come up when half of the batch is done
 
     waves = plan_waves(keys, slots, pinned)
+    calls.store.asked(len(pinned.union(distinct)), len(waves))
     with Following(calls.store, keys, waves) as following:
 
         def one_wave(part: list[int], part_args: tuple[Any, ...], part_kwargs: dict[str, Any]) -> torch.Tensor:

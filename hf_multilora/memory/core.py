@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ..config import MultiLoraConfig
+from ..demand import Demand
 from ..errors import SlotError
 from .arena import Arena
 from .extras import BaseDtype, SavedTensor
@@ -53,6 +54,8 @@ class StoreCore:
         self.arena = self.arenas[0]
         self._transfer: Any = self._transfers()
         self._slots = SlotTable(config.max_loras)
+        self._demand = Demand()
+        self._wanted: dict[Grant, set[Hashable]] = {}  # tags of calls that wait for slots or hold some
         self._registry = Registry(config.max_cpu_loras)
         self._line = Line()
         self._lock = threading.Lock()  # used in `with` itself: a Condition's own `with` can be interrupted half-way
@@ -183,6 +186,7 @@ class StoreCore:
                     slot.last_use.update(marks)
         finally:
             self._slots.leave(grant)
+            self._wanted.pop(grant, None)
 
     def _sweep(self) -> None:
         while self._lost:

@@ -105,6 +105,21 @@ class LeasingStore(LoadingStore):
             since = [t.since for t in self._line.tickets if t.in_line and not t.name.startswith(but)]
         return time.monotonic() - min(since) if since else 0.0
 
+    def asked(self, at_once: int, waves: int = 0) -> None:
+        """Note for `status()` what a caller knows: slots wanted at once by requests in line, or a batch in waves."""
+        with self._lock:
+            self._ask(at_once)
+            self._demand.split += waves > 0
+            self._demand.waves += waves
+
+    def _ask(self, at_once: int) -> None:
+        self._demand.at_once = max(self._demand.at_once, at_once)
+
+    def _want(self, call: _Call) -> None:
+        self._wanted[call.grant] = set(call.tags.values())
+        pinned = {slot.tag for slot in self._slots if slot.pinned}
+        self._ask(len(pinned.union(*self._wanted.values())))
+
     @staticmethod
     def _tag_of(key: Key, entries: list[Entry], parts: Mix) -> Hashable:
         if isinstance(key, str):
@@ -184,11 +199,14 @@ class LeasingStore(LoadingStore):
         if call.ticket is None:
             call.ticket = Ticket(can_end, nested=self._slots.held_by(call.grant.thread))
             self._line.join(call.ticket)
+            if block:
+                self._want(call)
             self._cond.notify_all()  # others may find that they wait for this thread
         while not self._missing(call):
             plan = self._slots.plan(call.tags.values()) if self._line.may_go(call.ticket) else None
             if plan is not None:
                 self._fill(call, plan)
+                self._want(call)
                 self._line.leave(call.ticket)  # at once: whoever holds slots and stands in line looks like a deadlock
                 return {key: plan[tag] for key, tag in call.tags.items()}
             if not block:
@@ -232,6 +250,8 @@ class LeasingStore(LoadingStore):
     def _check_slots(self, wanted: int, names: set[str]) -> None:
         """Raises: SlotError if `wanted` distinct keys, `names` among them, need more slots than pins leave."""
         pinned = sorted(entry.name for entry in self._registry if entry.pinned and entry.name not in names)
+        if wanted > self.config.max_loras - len(pinned):
+            self._ask(wanted + len(pinned))
         if wanted > self.config.max_loras:
             raise SlotError(
                 f"{wanted} distinct adapters at once need as many slots; max_loras={self.config.max_loras}. Enable "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
+from ..demand import suggest
 from ..errors import SlotError
 from ..report import AdapterStatus, Status
 from .ahead import Ahead, Hold
@@ -203,7 +204,7 @@ class AdapterStore(LeasingStore):
                         evictions=entry.evictions,
                     )
                 )
-            return Status(
+            found = Status(
                 max_loras=self.config.max_loras,
                 max_lora_rank=self.config.max_lora_rank,
                 slot_bytes=sum(arena.slot_bytes for arena in self.arenas),
@@ -213,7 +214,12 @@ class AdapterStore(LeasingStore):
                 slots=[slot.label for slot in self._slots],
                 resident=replace(self._slots.counters, ms=self._transfer.ms),
                 registered=replace(self._registry.counters),
+                demand=replace(self._demand),
             )
+        advice = suggest(found.max_loras, found.slot_bytes, found.demand, found.adapters, found.resident)
+        if advice is not None:
+            found.suggested_max_loras, found.suggestion = advice
+        return found
 
     def retarget(self, device: Devices, dtype: torch.dtype, *, base_dtype: BaseDtype | None = None) -> bool:
         """Move the arenas to other devices or dtypes: blocks are cast elementwise, slots refilled, mixes forgotten.

@@ -99,6 +99,8 @@ class Admission:
             turn.tokens -= len(state.remaining_prefill_tokens)
             turn.offered.append(state)
         self._bound(sorted(blocked, key=lambda carrier: carrier.arrived), turn)
+        if full:
+            self._seats.crowded(min(len({carrier.key for carrier in blocked}), max(0, turn.room)))
         self._seats.wait_for(blocked[0].key if blocked and full else None)
 
     def _bound(self, blocked: Iterable[Carrier], turn: Turn) -> None:

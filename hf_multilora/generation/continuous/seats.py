@@ -94,6 +94,10 @@ class Seats:
         seat = self._seats[tag] = Seat(key, tag, lease, identity_of(tag), saved)
         return seat
 
+    def crowded(self, more: int) -> None:
+        """So many more seats would be taken now, if there were slots for them."""
+        self._store.asked(len(self._seats) + more)
+
     def wait_for(self, key: Key | None) -> None:
         """Stand in line for a slot, as long as calls outside of the manager hold some: those that come later wait.
 
