@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from .errors import ModelError, UnsupportedAdapterError
 
+_WORDS = ("forward", "generate")  # of a PeftModel that has been taken apart: they raise
 # Initialisations that subtract from the base weights (PEFT accepts them in any case, and with suffixes).
 _ALTERS_BASE = ("pissa", "olora", "corda", "loftq")
 
@@ -27,11 +28,13 @@ class Takeover:
     adapters: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]]
     layers: list[tuple[nn.Module, str, nn.Module]]  # (parent, attribute, PEFT's layer)
     shell: Any  # the PeftModel, which would answer as the base without its layers
+    own: dict[str, Any]  # its methods that somebody (accelerate, for mixed precision) had replaced on the instance
 
     def give_back(self) -> None:
         """Put PEFT's layers back where they were."""
-        for name in ("forward", "generate"):
+        for name in _WORDS:
             self.shell.__dict__.pop(name, None)
+        self.shell.__dict__.update(self.own)
         for parent, name, layer in self.layers:
             setattr(parent, name, layer)
 
@@ -89,9 +92,10 @@ def take_over(peft_model: Any) -> Takeover:
         adapters[name] = ({key: value.detach() for key, value in tensors.items()}, config.to_dict())
     for parent, attribute, layer in layers:
         setattr(parent, attribute, layer.get_base_layer())
-    for word in ("forward", "generate"):
+    own = {word: peft_model.__dict__[word] for word in _WORDS if word in peft_model.__dict__}
+    for word in _WORDS:
         peft_model.__dict__[word] = _moved
-    return Takeover(inner, adapters, layers, peft_model)
+    return Takeover(inner, adapters, layers, peft_model, own)
 
 
 def _moved(*args: Any, **kwargs: Any) -> Any:

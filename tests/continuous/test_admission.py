@@ -17,7 +17,7 @@ class Seats:
     """Stands in for the real ones: `slots` seats, and what lies in slots without one."""
 
     def __init__(self, slots):
-        self.slots, self.taken, self.order = slots, {}, []
+        self.slots, self.taken, self.order, self.most = slots, {}, [], 0
 
     def __iter__(self):
         return iter(list(self.taken.values()))
@@ -32,6 +32,9 @@ class Seats:
         self.taken[key] = seat
         self.order.append(key)
         return seat
+
+    def crowded(self, more):
+        self.most = max(self.most, len(self.taken) + more)
 
     def wait_for(self, key):
         self.awaited = key
@@ -97,6 +100,15 @@ def test_no_more_adapters_than_slots_and_the_base_needs_none():
     assert queue.step() == ["x", "a1", "b1", "a2"] or set(queue.begun) == {"x", "a1", "b1", "a2"}
     assert queue.step() == []
     assert queue.step() == ["c1"]
+
+
+@pytest.mark.parametrize(("room", "most"), [(100, 5), (6, 4), (4, 2)])
+def test_slots_that_are_missed_are_counted_as_far_as_there_is_room_in_the_batch(room, most):
+    queue = Queue(slots=2, room=room)
+    for i in range(10):
+        queue.add(f"r{i}", f"a{i % 5}", steps=2)
+    queue.step()
+    assert queue.seats.most == most
 
 
 def test_who_has_a_seat_goes_before_who_lies_in_a_slot_before_who_must_be_brought():
