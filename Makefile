@@ -11,7 +11,7 @@ demo: $(VENV)/.demo
 	$(BIN)/hf-multilora demo $(ARGS)
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n auto --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist worksteal --nbmake $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

@@ -24,6 +24,11 @@
 # first use fetches a small model, SmolLM2-135M-Instruct (93 MB), and converts it.
 
 # %%
+import warnings
+
+warnings.filterwarnings("ignore")  # for a short page
+
+# %%
 import os
 import time
 
@@ -47,6 +52,7 @@ logging.disable_progress_bar()
 folder = demo_model_path()
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+model.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the folder holds; adapters name it
 model = enable_multilora(model, max_loras=4, max_lora_rank=8)
 
 # %% [markdown]

@@ -24,13 +24,18 @@
 # first use fetches a small model, SmolLM2-135M-Instruct (93 MB), and converts it.
 
 # %%
+import warnings
+
+warnings.filterwarnings("ignore")  # for a short page
+
+# %%
 import os
 import tempfile
 
 import matplotlib.pyplot as plt
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hf_multilora import disable_multilora, enable_multilora
@@ -45,6 +50,7 @@ logging.disable_progress_bar()
 folder = demo_model_path()
 tokenizer = AutoTokenizer.from_pretrained(folder)
 base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+base.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the folder holds; adapters name it
 os.chdir(tempfile.mkdtemp())  # checkpoints of this notebook go there
 
 # %% [markdown]
@@ -100,7 +106,7 @@ def train(task):
     compare = CompareCheckpoints(chats, WANTED[task], max_new_tokens=10)
     arguments = TrainingArguments(
         output_dir=task,
-        max_steps=8,
+        max_steps=6,
         save_steps=2,
         learning_rate=5e-3,
         per_device_train_batch_size=4,
@@ -118,6 +124,7 @@ def train(task):
         processing_class=tokenizer,
         callbacks=[compare],
     )
+    trainer.remove_callback(PrinterCallback)
     trainer.train()
     model.unload()
     return compare.result

@@ -24,6 +24,11 @@
 # first use fetches a small model, SmolLM2-135M-Instruct (93 MB), and converts it.
 
 # %%
+import warnings
+
+warnings.filterwarnings("ignore")  # for a short page
+
+# %%
 import os
 import time
 
@@ -45,6 +50,7 @@ logging.disable_progress_bar()
 folder = demo_model_path()
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+model.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the folder holds; adapters name it
 
 # %% [markdown]
 # ## What slots would take
@@ -53,7 +59,7 @@ model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 # %%
 for options in ({}, {"max_lora_rank": 8}, {"max_lora_rank": 8, "target_modules": ["q_proj", "v_proj"]}):
     found = estimate_memory(model, max_loras=4, **options)
-    print(f"{found['total_bytes'] / 1e6:7.1f} MB for 4 slots with {options or 'the defaults'}")
+    print(f"{found['arena'] / 1e6:7.1f} MB for 4 slots with {options or 'the defaults'}")
 
 # %% [markdown]
 # ## More adapters than slots

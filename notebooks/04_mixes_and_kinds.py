@@ -24,6 +24,11 @@
 # first use fetches a small model, SmolLM2-135M-Instruct (93 MB), and converts it.
 
 # %%
+import warnings
+
+warnings.filterwarnings("ignore")  # for a short page
+
+# %%
 import json
 import os
 
@@ -44,6 +49,7 @@ logging.disable_progress_bar()
 folder = demo_model_path()
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+model.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the folder holds; adapters name it
 model = enable_multilora(model, max_loras=6, max_lora_rank=12)  # the ranks of a mix add up: 8 + 4
 
 # %% [markdown]
@@ -53,10 +59,10 @@ model = enable_multilora(model, max_loras=6, max_lora_rank=12)  # the ranks of a
 
 # %%
 pirate, as_json = (os.path.relpath(ADAPTERS / name) for name in ("pirate", "json"))
-model.load_adapter(pirate, adapter_name="pirate")
+model.multilora.load(pirate, "pirate")
 
 # %%
-model.load_adapter(as_json, adapter_name="json")
+model.multilora.load(as_json, "json")
 
 # %% [markdown]
 # ## Mixes

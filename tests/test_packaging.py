@@ -46,7 +46,7 @@ def test_core_needs_no_peft_and_triton_only_on_linux():
     assert not core["triton"].marker.evaluate({"platform_system": "Darwin"})
 
 
-@pytest.mark.parametrize("extra", ["demo", "test", "docs", "serve", "ray", "bench"])
+@pytest.mark.parametrize("extra", ["demo", "test", "docs", "serve", "ray", "bench", "notebooks", "lm-eval"])
 def test_extra_exists(extra: str):
     assert any(r.marker and r.marker.evaluate({"extra": extra}) and "extra" in str(r.marker) for r in requirements())
 

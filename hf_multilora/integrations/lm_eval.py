@@ -42,8 +42,8 @@ class MultiLoraLM(HFLM):
     Args:
         model: an enabled model.
         tokenizer: of the model.
-        adapters: ids (names, None for the base, or mixes), each called by its name in the results ("base" for None); or
-            `{name: id}`. Names that are folders or hub ids are loaded on demand.
+        adapters: ids (names, None for the base, or mixes), each called by its name in the results ("base" for None),
+            or `{name: id}`. Names that are folders or hub ids are loaded on demand.
         batch_size: rows of a batch, of all adapters together.
         options: of lm_eval.models.huggingface.HFLM (max_length, add_bos_token, ...).
 
@@ -92,9 +92,9 @@ class MultiLoraLM(HFLM):
         loader = _Once(task_manager or TaskManager(), tasks)
         before, results = self._asked, {}
         try:
-            for self._asked in self.adapters:
-                self._turn = 0
-                results[self._asked] = lm_eval.simple_evaluate(model=self, tasks=tasks, task_manager=loader, **options)
+            for name in self.adapters:
+                self._asked, self._turn = name, 0
+                results[name] = lm_eval.simple_evaluate(model=self, tasks=tasks, task_manager=loader, **options)
         finally:
             self._asked, self._turn = before, 0
             self._ready.clear()
@@ -132,14 +132,17 @@ class MultiLoraLM(HFLM):
         own = super().generate_until
 
         def answer() -> Answers:
-            asked = [
-                _Request((_Context(request.args[0], name), *request.args[1:]))
-                for name in self.adapters
-                for request in requests
-            ]
-            texts = own(asked, disable_tqdm=disable_tqdm)
-            n = len(requests)
-            return {name: texts[i * n : (i + 1) * n] for i, name in enumerate(self.adapters)}
+            found: Answers = {}
+            for names in self._groups():  # not in waves: the harness's stopping criteria count the rows of one batch
+                asked = [
+                    _Request((_Context(request.args[0], name), *request.args[1:]))
+                    for name in names
+                    for request in requests
+                ]
+                texts = own(asked, disable_tqdm=disable_tqdm)
+                n = len(requests)
+                found |= {name: texts[i * n : (i + 1) * n] for i, name in enumerate(names)}
+            return found
 
         return self._answered("generate_until", requests, answer)
 
@@ -187,7 +190,7 @@ class MultiLoraLM(HFLM):
         return float(values.sum()), bool((likely.argmax(-1) == wanted).all())
 
     def _groups(self) -> list[list[str]]:
-        """Names that one plain forward can mix."""
+        """Names that one forward can mix."""
         names = list(self.adapters)
         slots = max(1, self.model.multilora.config.max_loras - len(self.model.multilora.store.pinned()))
         return [names[i : i + slots] for i in range(0, len(names), slots)]

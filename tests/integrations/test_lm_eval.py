@@ -116,9 +116,11 @@ def test_each_adapter_gets_what_the_harness_says_of_it_alone(
     assert list(found) == list(IDS)
     seen = set()
     for name, adapter_id in IDS.items():
+        # lm_eval 0.4.13 with its logits_cache sums windows of a rolling likelihood wrongly in batches of 3.
         alone = HFLM(
-            pretrained=Through(model, adapter_id), tokenizer=tok, backend="causal", batch_size=3, max_length=128
-        )
+            pretrained=Through(model, adapter_id), tokenizer=tok, backend="causal", batch_size=3, max_length=128,
+            logits_cache=False,
+        )  # fmt: skip
         expected = lm_eval.simple_evaluate(model=alone, tasks=tasks, **options)
         ours, theirs = answers(found[name]), answers(expected)
         assert ours["write"] == theirs["write"]
@@ -126,12 +128,14 @@ def test_each_adapter_gets_what_the_harness_says_of_it_alone(
             for mine, other in zip(flat(ours[kind]), flat(theirs[kind]), strict=True):
                 assert mine == pytest.approx(other, rel=1e-4)
         for task in ("choose", "roll", "write"):
-            mine, other = found[name]["results"][task], expected["results"][task]
-            assert {k: v for k, v in mine.items() if k != "alias"} == pytest.approx(
-                {k: v for k, v in other.items() if k != "alias"}, rel=1e-4, nan_ok=True
-            ) or str(mine) == str(other)
+            mine, other = numbers(found[name]["results"][task]), numbers(expected["results"][task])
+            assert mine and mine == pytest.approx(other, rel=1e-4)
         seen.add(str(ours["roll"]))
     assert len(seen) == len(IDS), "the adapters answer differently"
+
+
+def numbers(result: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in result.items() if isinstance(value, (int, float))}
 
 
 def flat(value: Any) -> list[float]:
