@@ -16,7 +16,7 @@ _TABLE = (
 )
 _CAPTION = "caption-side:top;text-align:left;padding:0 0 .35em;color:inherit;font-weight:600;white-space:nowrap"
 _CELL = f"padding:.2em 1.2em .2em 0;border:0;border-bottom:1px solid {_LINE};vertical-align:top;max-width:48em"
-_HEAD = "font-weight:400;opacity:.7"
+_HEAD = "font-weight:400;opacity:.7;white-space:nowrap"
 _NUMBER = "text-align:right;white-space:nowrap"
 _WORDS = "text-align:left;overflow-wrap:anywhere"
 
@@ -78,7 +78,7 @@ class Table:
         parts = []
         for i, cell in enumerate(cells):
             named = self.head is None and i == 0
-            kind, own = ("th", f"{_HEAD};white-space:nowrap;") if named else (tag, f"{style};" if style else "")
+            kind, own = ("th", f"{_HEAD};") if named else (tag, f"{style};" if style else "")
             side = _NUMBER if self._number(i) else _WORDS
             parts.append(f"<{kind} style='{_CELL};{own}{side}'>{escape(cell)}</{kind}>")
         return f"<tr style='background:transparent'>{''.join(parts)}</tr>"

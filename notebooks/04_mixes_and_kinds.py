@@ -49,7 +49,7 @@ logging.disable_progress_bar()
 folder = demo_model_path()
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-model.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what the folder holds; adapters name it
+model.config._name_or_path = "HuggingFaceTB/SmolLM2-135M-Instruct"  # what it holds
 model = enable_multilora(model, max_loras=6, max_lora_rank=12)  # the ranks of a mix add up: 8 + 4
 
 # %% [markdown]

@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+collect_ignore_glob = ["*.py"]  # to look for doctests in the scripts would run them
+
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -45,7 +45,10 @@ def test_was_run_from_top_to_bottom_without_errors(name):
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     outputs = [output for cell in code for output in cell["outputs"]]
     assert not [output for output in outputs if output["output_type"] == "error" or output.get("name") == "stderr"]
-    assert sum("text/html" in output.get("data", {}) for output in outputs) >= 2, "tables are stored"
+    kinds = [kind for output in outputs for kind in output.get("data", {})]
+    assert "text/html" in kinds and kinds.count("text/html") + kinds.count("image/png") >= 2, (
+        "tables and plots are stored"
+    )
 
 
 def texts(value: Any) -> list[str]:

@@ -92,6 +92,25 @@ def test_disable_gives_peft_back(family: str) -> None:
     assert torch.equal(logits(theirs), want["r64"])
 
 
+def test_methods_of_the_instance_come_back_too() -> None:
+    """accelerate puts a forward on the PeftModel itself, for mixed precision."""
+    theirs = peft_model("llama", "r8")
+    called = []
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        called.append(True)
+        return type(theirs).forward(theirs, *args, **kwargs)
+
+    theirs.forward = forward
+    model = enable_multilora(theirs, max_lora_rank=64)
+    with pytest.raises(MultiLoraError, match="moved"):
+        theirs(**prompts(1))
+    disable_multilora(model)
+    assert theirs.forward is forward and "generate" not in theirs.__dict__
+    theirs(**prompts(1))
+    assert called == [True]
+
+
 def test_adapters_that_were_never_saved() -> None:
     """An adapter that was never saved: what counts is what its layers hold now."""
     theirs = get_peft_model(FAMILIES["llama"].build(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))

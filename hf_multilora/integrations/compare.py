@@ -20,6 +20,7 @@ import torch
 from ..display import Table
 from ..errors import AdapterNotFoundError, ConfigError, ModelError
 from ..generation.mixin import MultiLoraMixin
+from ..report import count
 
 BASE = "base"
 
@@ -29,7 +30,7 @@ class Comparison:
     """Answers, and where references were given losses, of each checkpoint; the base model comes first where asked for.
 
     Attributes:
-        checkpoints: their names: "base", "checkpoint-10", ...
+        checkpoints: their names: "base", "checkpoint-10", ... ("run/checkpoint-10", where there are several runs)
         steps: the number in each name, 0 for the base, None where there is none.
         prompts: as text (chats as their last message).
         answers: [checkpoint][prompt].
@@ -71,7 +72,7 @@ class Comparison:
 
     def _title(self) -> str:
         best = f", lowest loss: {self.best}" if self.best else ""
-        return f"{len(self.checkpoints)} checkpoints, {len(self.prompts)} prompts{best}"
+        return f"{count(len(self.checkpoints), 'checkpoint')}, {count(len(self.prompts), 'prompt')}{best}"
 
     def _table(self) -> Table:
         rows = [(prompt, *(answers[i].strip() for answers in self.answers)) for i, prompt in enumerate(self.prompts)]
@@ -143,6 +144,8 @@ def compare_checkpoints(
             with suppress(AdapterNotFoundError):  # where loading it has failed
                 handle.unload(name)
     names = [BASE if name is None else Path(name).name for name in ids]
+    if len(set(names)) < len(names):  # of several runs
+        names = [BASE if name is None else os.path.join(*Path(name).parts[-2:]) for name in ids]
     steps = [0 if name is None else _step(name) for name in ids]
     shown = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
     return Comparison(names, steps, shown, answers, losses)

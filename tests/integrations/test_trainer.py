@@ -150,7 +150,7 @@ def test_an_enabled_model_is_not_trained(tok: Any, tmp_path: Path, run: Any) -> 
     assert torch.equal(model(**inputs, adapter_ids="a").logits, before)
 
 
-def test_folders_chats_and_what_is_there_before(run: Any, tok: Any) -> None:
+def test_folders_chats_and_what_is_there_before(run: Any, tok: Any, tmp_path: Path) -> None:
     folder = run[0]
     model = enable_multilora(build(), max_loras=2)
     two = folder / "checkpoint-2"
@@ -164,6 +164,10 @@ def test_folders_chats_and_what_is_there_before(run: Any, tok: Any) -> None:
     assert found.answers[1][1] == by_peft(tok, folder / "checkpoint-6", text, " ran")[0]
     assert set(model.multilora.adapters) == {str(two)}
     assert json.loads(json.dumps(found.to_dict()))["steps"] == [2, 6]
+    (tmp_path / "other").symlink_to(folder)
+    both = compare_checkpoints(model, tok, [two, tmp_path / "other" / "checkpoint-2"], PROMPTS[:1], max_new_tokens=1)
+    assert both.checkpoints == ["base", f"{folder.name}/checkpoint-2", "other/checkpoint-2"]
+    assert both.steps == [0, 2, 2]
     assert found.answers[1][1].strip() in str(found) and "<table" in found._repr_html_()
 
 
