@@ -155,7 +155,7 @@ class MultiLoraLM(HFLM):
         return super()._model_generate(context, max_length, stop, adapter_ids=self._rows, **kwargs)
 
     @torch.no_grad()
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> Answers:  # type: ignore[override]
+    def _loglikelihood_tokens(self, requests: Any, **kwargs: Any) -> Any:
         """The sum of log-probabilities of each continuation, and whether it is the greedy one, for every adapter.
 
         Args:

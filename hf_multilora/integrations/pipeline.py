@@ -68,14 +68,14 @@ class MultiLoraTextGenerationPipeline(TextGenerationPipeline):
             inputs, num_workers, batch_size, preprocess_params, forward_params, postprocess_params
         )
 
-    def preprocess(self, prompt_text: Any, *args: Any, **kwargs: Any) -> Any:
+    def preprocess(self, prompt_text: Any, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         if not isinstance(prompt_text, _Prompt):
             return super().preprocess(prompt_text, *args, **kwargs)
         inputs = super().preprocess(prompt_text.text, *args, **kwargs)
         inputs["adapter_id"] = _Id(prompt_text.adapter_id)
         return inputs
 
-    def _forward(self, model_inputs: Any, **generate_kwargs: Any) -> Any:
+    def _forward(self, model_inputs: Any, **generate_kwargs: Any) -> Any:  # type: ignore[override]
         own = model_inputs.pop("adapter_id", None)  # of one prompt, or of each prompt of a batch
         if own is not None:
             generate_kwargs["adapter_ids"] = [each.adapter_id for each in (own if isinstance(own, list) else [own])]

@@ -63,7 +63,7 @@ class CompareCheckpoints(TrainerCallback):
             raise ConfigError(f"when={when!r}: expected 'end' or 'save'.")
         self.comparisons: list[Comparison] = []
         self._when, self._tokenizer, self._model, self._max_loras = when, tokenizer, model, max_loras
-        self._what = {"prompts": prompts, "references": references, "max_new_tokens": max_new_tokens}
+        self._what: dict[str, Any] = {"prompts": prompts, "references": references, "max_new_tokens": max_new_tokens}
         self._what |= {"batch_size": batch_size, **generate_options}
         self._saved: list[int] = []
 
