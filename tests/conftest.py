@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" in getattr(r, "keywords", ())]
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "needs a CUDA device" in str(r.longrepr)]
     if skipped:
         terminalreporter.write_line(f"{len(skipped)} GPU tests skipped: needs a CUDA device", yellow=True)
 

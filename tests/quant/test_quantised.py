@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from quant_bed import KINDS, TARGETS, Kind, enabled, logits, relative, weight_of, with_delta
+from quant.quant_bed import KINDS, TARGETS, Kind, enabled, logits, relative, weight_of, with_delta
 
 from hf_multilora import disable_multilora
 from hf_multilora.errors import UnsupportedAdapterError

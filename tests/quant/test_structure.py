@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_ins
 import torch
-from quant_bed import KINDS, adapter, bnb, enabled, inputs, logits, lora_config, relative, replaced
+from quant import stand_ins
+from quant.quant_bed import KINDS, adapter, bnb, enabled, inputs, logits, lora_config, relative, replaced
 from torch import nn
 from transformers import PreTrainedModel
 
