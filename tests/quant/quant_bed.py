@@ -275,7 +275,9 @@ KINDS: dict[str, Kind] = {
         compiles=False,
         context=lambda: torch.compiler.set_stance("force_eager"),
     ),
-    "gguf": Kind("GGUF (GgufLinear)", "real class, CPU and H200", lambda: replaced(stand_ins.gguf_linear), tolerance=_EXACT),
+    "gguf": Kind(
+        "GGUF (GgufLinear)", "real class, CPU and H200", lambda: replaced(stand_ins.gguf_linear), tolerance=_EXACT
+    ),
     "fp8": Kind(
         "FP8Linear, in blocks", "stand-in", lambda: replaced(stand_ins.fp8_linear), tolerance=_EXACT, compiles=None
     ),
