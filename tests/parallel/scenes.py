@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from models import FAMILIES, VOCAB, prompts
+from one_gpu import gather_through_host
 from oracle import make_adapter, relative_error, specs
 from safetensors.torch import load_file, save_file
 from transformers.distributed import DistributedConfig
@@ -32,7 +33,7 @@ def scene(play: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def device() -> str:
-    return os.environ["TP_DEVICE"] + (f":{dist.get_rank()}" if os.environ["TP_DEVICE"] == "cuda" else "")
+    return "cpu" if os.environ["TP_DEVICE"] == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"
 
 
 def families(name: str) -> Any:
@@ -250,7 +251,9 @@ def main() -> None:
     torch.set_num_threads(1)
     if os.environ["TP_DEVICE"] == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if os.environ["TP_DEVICE"] == "cuda" else "gloo")
+    dist.init_process_group(os.environ["TP_BACKEND"])
+    if os.environ["TP_DEVICE"] == "cuda" and os.environ["TP_BACKEND"] == "gloo":
+        gather_through_host()
     try:
         found = {one: SCENES[one](*arguments, folder) for one in name.split("+")}
     except BaseException:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
 from ranks import play, start
 
 TOLERANCE = 1e-5
@@ -65,9 +64,15 @@ def test_a_killed_rank_is_an_error_and_no_endless_wait(tmp_path) -> None:
 
 
 @pytest.mark.gpu
-def test_two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
+def test_ranks_on_gpus() -> None:
+    """Our kernels on the parts of layers. On one GPU both ranks share it."""
     for found in play("mixed+compiled+disagreement", "llama", device="cuda"):
         check(found["mixed"], LLAMA)
         assert found["compiled"]["error"] < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_packed_layers_on_gpus() -> None:
+    for found in play("mixed+packed", "phi3", device="cuda"):
+        check(found["mixed"], {"self_attn.o_proj": (24, 48), "mlp.down_proj": (40, 48)})
+        check(found["packed"], {"mlp.gate_up_proj": (48, 40), "mlp.down_proj": (40, 48)})
