@@ -52,10 +52,10 @@ DISPATCHES = "ep_size" in inspect.signature(DistributedConfig).parameters  # 5.2
 
 
 def split(place: Path, how: str, implementation: str | None = None) -> Any:
-    """The model over all ranks: "tp"; "ep" (the experts alone, by their numbers) or "ep+tp"."""
+    """The model over all ranks, its experts by their widths ("tp"), or by their numbers ("ep")."""
     given: dict[str, Any] = {"tp_size": dist.get_world_size()}
     if how != "tp" and DISPATCHES:
-        given |= {"ep_size": given["tp_size"]} | ({"tp_plan": {}} if how == "ep" else {})
+        given["ep_size"] = given["tp_size"]
     elif how != "tp":
         given["enable_expert_parallel"] = True
     if implementation is not None:
@@ -83,7 +83,7 @@ def stacks(adapter: Adapter) -> tuple[dict[str, torch.Tensor], Any]:
     for (path, name), (a, b) in adapter.experts.items():
         stem = f"base_model.model.{path}.{name}.lora_"
         tensors |= {f"{stem}A.weight": a.clone(), f"{stem}B.weight": b.clone()}
-    return tensors, moe_bed.config(adapter, target_modules=["gate_proj", "up_proj", "down_proj"])
+    return tensors, moe_bed.config(adapter, target_modules=sorted(f"{path}.{name}" for path, name in adapter.experts))
 
 
 def saved(family: str, folder: str) -> tuple[Path, dict[str, Path]]:
