@@ -10,8 +10,6 @@ added inside of it: they are parts of that sum, and nothing more is communicated
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
 from .adapters.shards import BlockShard
@@ -20,6 +18,7 @@ from .dispatch import refusal
 from .parallel import held, seam_of, splits
 
 _STYLES = ("MoeExpertsParallel", "EpDispatchExpertsParallel")
+_TORN = "a rank does not hold the same part of its experts' gate, up and down, so that adapters cannot follow"
 
 
 def block_shard(module: nn.Module, block: ExpertBlock) -> BlockShard | None:
@@ -37,22 +36,19 @@ def block_shard(module: nn.Module, block: ExpertBlock) -> BlockShard | None:
         style = "no style of transformers" if seam is None else type(seam.style).__name__
         raise ValueError(f"its experts are split over ranks by {style}, which adapters cannot follow")
     up, down = module._parameters[block.gate_up], module._parameters[block.down]
-    experts = [_stretch(held(weight, 0).tolist()) for weight in (up, down)]
+    experts = {_stretch(held(weight, 0).tolist()) for weight in (up, down)}
     into = held(up, 2 if block.transposed else 1).tolist()
-    taken = []
+    taken = {_stretch(held(down, 1 if block.transposed else 2).tolist())}
     for _, (start, stop, step) in block.rows_of(block.gate_up):
         rows = range(start, stop or block.intermediate, step)
-        taken.append(_stretch([rows.index(number) for number in into if number in rows]))
-    taken.append(_stretch(held(down, 1 if block.transposed else 2).tolist()))
-    if None in (*taken, *experts) or len(set(taken)) > 1 or len(set(experts)) > 1:
-        raise ValueError(
-            "ranks do not hold the same of its experts' gate, up and down, so that adapters cannot follow"
-        )
-    return BlockShard(experts=experts[0], intermediate=taken[0])
+        taken.add(_stretch([rows.index(number) for number in into if number in rows]))
+    if len(experts) > 1 or len(taken) > 1:
+        raise ValueError(_TORN)
+    return BlockShard(experts.pop(), taken.pop())
 
 
-def _stretch(numbers: list[Any]) -> tuple[int, int] | None:
-    """Numbers that follow each other as (start, stop); None for others, and for none."""
+def _stretch(numbers: list[int]) -> tuple[int, int]:
+    """(start, stop) of numbers that follow each other."""
     if not numbers or numbers != list(range(numbers[0], numbers[-1] + 1)):
-        return None
+        raise ValueError(_TORN)
     return numbers[0], numbers[-1] + 1

@@ -93,7 +93,7 @@ def test_stacks(shard: str, shared: bool) -> None:
 def test_ranks_of_a_block_diagonal_file_agree(shard: str) -> None:
     """Whether gate and up have ranks of their own is told by all experts, so that every rank takes it alike."""
     made = hand(r=4)
-    (a, gate), (_, up) = made["gate_proj"], made["up_proj"]
+    gate, up = made["gate_proj"][1], made["up_proj"][1]
     gate[:, :, 2:], up[:, :, :2] = 0, 0
     assert [f.rank for f in _loaded(made, SHARDS[shard]).factors] == [2, 2, 4]
     gate[0, 0, 2:] = 1  # no longer so, for the first of all

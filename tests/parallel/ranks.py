@@ -15,7 +15,9 @@ HERE = Path(__file__).parent
 WAIT_S = 240
 
 
-def start(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu", file: str = "scenes.py") -> list[subprocess.Popen[str]]:
+def start(
+    scene: str, *arguments: str, ranks: int = 2, device: str = "cpu", file: str = "scenes.py"
+) -> list[subprocess.Popen[str]]:
     """Start the ranks; they end by themselves."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -34,7 +36,9 @@ def start(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu", file
     return processes
 
 
-def play(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu", file: str = "scenes.py") -> list[dict[str, Any]]:
+def play(
+    scene: str, *arguments: str, ranks: int = 2, device: str = "cpu", file: str = "scenes.py"
+) -> list[dict[str, Any]]:
     """What each rank found; fails where one of them does."""
     with tempfile.TemporaryDirectory() as folder:
         processes = start(scene, *arguments, folder, ranks=ranks, device=device, file=file)
