@@ -15,7 +15,7 @@ from torch import nn
 from .adapters.shards import BlockShard
 from .adapters.targets import ExpertBlock
 from .dispatch import refusal
-from .parallel import held, seam_of, splits
+from .parallel import numbers_held, seam_of, splits
 
 _STYLES = ("MoeExpertsParallel", "EpDispatchExpertsParallel")
 _TORN = "a rank does not hold the same part of its experts' gate, up and down, so that adapters cannot follow"
@@ -36,9 +36,9 @@ def block_shard(module: nn.Module, block: ExpertBlock) -> BlockShard | None:
         style = "no style of transformers" if seam is None else type(seam.style).__name__
         raise ValueError(f"its experts are split over ranks by {style}, which adapters cannot follow")
     up, down = module._parameters[block.gate_up], module._parameters[block.down]
-    experts = {_stretch(held(weight, 0).tolist()) for weight in (up, down)}
-    into = held(up, 2 if block.transposed else 1).tolist()
-    taken = {_stretch(held(down, 1 if block.transposed else 2).tolist())}
+    experts = {_stretch(numbers_held(weight, 0).tolist()) for weight in (up, down)}
+    into = numbers_held(up, 2 if block.transposed else 1).tolist()
+    taken = {_stretch(numbers_held(down, 1 if block.transposed else 2).tolist())}
     for _, (start, stop, step) in block.rows_of(block.gate_up):
         rows = range(start, stop or block.intermediate, step)
         taken.add(_stretch([rows.index(number) for number in into if number in rows]))

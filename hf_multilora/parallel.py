@@ -123,10 +123,10 @@ def shard_of(module: nn.Module, transposed: bool = False) -> Shard | None:
 
 
 def _ranges(weight: Any, dim: int) -> Ranges:
-    return ranges_of(held(weight, dim))
+    return ranges_of(numbers_held(weight, dim))
 
 
-def held(weight: Any, dim: int) -> torch.Tensor:
+def numbers_held(weight: Any, dim: int) -> torch.Tensor:
     """Which numbers of a dimension of a DTensor this rank holds: split as the weight is, without communication.
 
     Raises:

@@ -20,6 +20,7 @@ from oracle import relative_error
 from safetensors.torch import save_file
 from scenes import main, on, scene, tokens
 from transformers.distributed import DistributedConfig
+from transformers.integrations import moe
 
 from hf_multilora import disable_multilora, enable_multilora
 from hf_multilora.adapters.header import read_header
@@ -160,7 +161,25 @@ def share(found: dict[str, list[tuple[int, int]]], file: Path) -> dict[str, floa
 @scene
 def mixtures(cases: str, folder: str) -> dict[str, Any]:
     """`cases`: "family:how:implementation of the experts", separated by commas."""
-    return {case: mixture(*case.split(":"), folder) for case in cases.split(",")}
+    with unwritten():
+        return {case: mixture(*case.split(":"), folder) for case in cases.split(",")}
+
+
+@contextmanager
+def unwritten() -> Iterator[None]:
+    """Grouped products leave the rows of experts that others have unwritten: NaN meanwhile, as they may be."""
+    plain = moe._grouped_linear
+
+    def poisoned(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        y = plain(x, weight, offs, *args, **kwargs)
+        y[int(offs[-1]) :] = torch.nan
+        return y
+
+    moe._grouped_linear = poisoned
+    try:
+        yield
+    finally:
+        moe._grouped_linear = plain
 
 
 def mixture(family: str, how: str, implementation: str, folder: str) -> dict[str, Any]:
