@@ -79,7 +79,7 @@ class Wrapped:
             where = (arena.data, arena.meta, arena.floats, arena.slot_elems, arena.zero_off)
             if target.kind == "experts":
                 sites = frozenset(range(first, first + len(targets)))
-                projections = projections_of(self._survey.table.blocks[path], first)
+                projections = projections_of(self._survey.table.blocks[path].local, first)
                 wrapper.bind(sites, ExpertsOp(*where, *projections, self._max_rank, workspace))
                 continue
             common = (*where, first)
