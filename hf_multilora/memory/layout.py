@@ -16,7 +16,7 @@ slices of one layer are consecutive, in the order of its output rows. A host blo
 
 Fully sharded, ranks of a tensor-parallel model split linear sites' factors by both dimensions. Where outputs are
 split, rank p of n stores A's rows p, p + n, p + 2n, ..., and a row of zeros where it has one less than rank 0. Where
-inputs are split, it stores B for the p-th part of the outputs. Such a header is followed by two more tables of the same
+inputs are split, it stores B for the p-th part of the outputs. Such a header is followed by two more tables of its
 shape, for the kernels of these sites:
 
     outputs split   (a_off, 0, rows of A, 0, 0)    and zeros

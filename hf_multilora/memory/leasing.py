@@ -252,12 +252,12 @@ class LeasingStore(LoadingStore):
         most = max(ranks, key=lambda site: ranks[site], default=None)
         if most is None:
             return
-        site, limit = self.layout.sites[most], self.config.max_lora_rank
-        if ranks[most] > site.padded(limit):
-            split = site.padded(1)
+        where, limit = self.layout.sites[most], self.config.max_lora_rank
+        if ranks[most] > where.padded(limit):
+            split = where.padded(1)
             rounded = f" (fully sharded, each counts as a multiple of {split})" if split > 1 else ""
             raise SlotError(
-                f"Mix {label_of(key)}: its ranks add up to {ranks[most]} in {site.path!r}{rounded}, more than "
+                f"Mix {label_of(key)}: its ranks add up to {ranks[most]} in {where.path!r}{rounded}, more than "
                 f"max_lora_rank={limit}. Enable the model with max_lora_rank={ranks[most]} or more."
             )
 

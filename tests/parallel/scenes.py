@@ -23,6 +23,7 @@ from hf_multilora import disable_multilora, enable_multilora
 from hf_multilora.errors import ModelError, MultiLoraError
 
 NEW = 6
+MODE = {"fully_sharded_loras": os.environ.get("TP_MODE") == "fully_sharded"}
 SCENES: dict[str, Callable[..., Any]] = {}
 
 
@@ -96,7 +97,7 @@ def mixed(family: str, folder: str, plan: Mapping[str, str] | None = None) -> di
     whole = enable_multilora(families(family).to(device()), max_loras=4)
     parts = split(place, plan)
     bare = parts(**on(prompts(3, seed=3))).logits
-    shared = enable_multilora(parts, max_loras=4)
+    shared = enable_multilora(parts, max_loras=4, **MODE)
     refused = {}
     for name, adapter in folders.items():
         whole.multilora.load(adapter, name)
@@ -142,7 +143,7 @@ def compiled(family: str, folder: str) -> dict[str, Any]:
     """The same from compiled forwards (without a backend: what Dynamo makes of it runs as it is)."""
     place, folders = saved(family, folder)
     whole = enable_multilora(families(family).to(device()), max_loras=4)
-    shared = enable_multilora(split(place), max_loras=4)
+    shared = enable_multilora(split(place), max_loras=4, **MODE)
     for model in (whole, shared):
         for name in ("r8", "r3", "r1"):
             model.multilora.load(folders[name], name)
@@ -194,7 +195,7 @@ def refusals(family: str, folder: str) -> dict[str, Any]:
 def disagreement(family: str, folder: str) -> dict[str, Any]:
     """Ranks that do different things hear of it, and go on."""
     place, folders = saved(family, folder)
-    shared, rank = enable_multilora(split(place), max_loras=4), dist.get_rank()
+    shared, rank = enable_multilora(split(place), max_loras=4, **MODE), dist.get_rank()
     shared.multilora.load(folders["r8"], "a")
     said = {}
     for what, act in {
@@ -216,7 +217,7 @@ def gradients(family: str, folder: str) -> dict[str, Any]:
     """The same without torch.no_grad(), where transformers computes with DTensors."""
     place, folders = saved(family, folder)
     whole = enable_multilora(families(family).to(device()), max_loras=4)
-    shared = enable_multilora(split(place), max_loras=4)
+    shared = enable_multilora(split(place), max_loras=4, **MODE)
     for model in (whole, shared):
         model.multilora.load(folders["r8"], "a")
     inputs, ids = on(prompts(3)), ["a", None, "a"]
@@ -233,7 +234,7 @@ def gradients(family: str, folder: str) -> dict[str, Any]:
 def killed(family: str, folder: str) -> dict[str, Any]:
     """Rank 1 goes away in the middle; rank 0 has an error, and no endless wait."""
     place, folders = saved(family, folder)
-    shared = enable_multilora(split(place), max_loras=4)
+    shared = enable_multilora(split(place), max_loras=4, **MODE)
     shared.multilora.load(folders["r8"], "a")
     tokens(shared, on(prompts(2)), ["a", None])
     print("ready", flush=True)
