@@ -16,13 +16,16 @@ from hf_multilora.adapters.checkpoint import TensorRef, open_checkpoint
 from hf_multilora.adapters.shards import Shard
 from hf_multilora.adapters.stored import FileBytes, Stored, TensorBytes
 from hf_multilora.adapters.targets import Target
-from hf_multilora.errors import ModelError
+from hf_multilora.config import MultiLoraConfig
+from hf_multilora.errors import ModelError, SlotError
 from hf_multilora.kernels import launch, tuning
 from hf_multilora.kernels.ops import LinearOp, Workspace
 from hf_multilora.kernels.sharded import InputsOp, OutputsOp
 from hf_multilora.memory.arena import Arena
 from hf_multilora.memory.layout import Layout
 from hf_multilora.memory.pack import PackedAdapter, compose, pack
+from hf_multilora.memory.registry import Loaded
+from hf_multilora.memory.store import AdapterStore
 
 MAX_RANK = 36
 WHOLE = {
@@ -295,6 +298,21 @@ def test_more_ranks_than_outputs_are_refused() -> None:
     narrow = Target("narrow", "linear", 8, 2, shard=Shard(0, columns=((0, 2),)))
     with pytest.raises(ModelError, match="narrow has 2 outputs"):
         Layout.from_targets({"narrow": narrow}, parts=4)
+
+
+def test_mixes_round_ranks_up() -> None:
+    layout = layout_of(1, 2)
+    store = AdapterStore(layout, MultiLoraConfig(max_loras=2, max_lora_rank=4), "cpu", torch.float32)
+    for name, rank in {"one": 1, "three": 3, "two": 2}.items():
+        factors = parts_of(tensors_of({"wide": rank}, 0))
+        store.register(
+            name, lambda factors=factors: Loaded(pack(factors, layout, torch.float32, pin=False), source="")
+        )
+    with pytest.raises(SlotError, match="add up to 6 .*multiple of 2"):
+        store.acquire([(("one", 1.0), ("three", 1.0))])
+    with store.acquire([(("one", 1.0), ("two", 1.0))]) as lease:
+        (slot,) = lease.slots.values()
+        assert store.arena.header(slot)[layout.site("wide").index, 2] == 4
 
 
 @pytest.fixture

@@ -136,12 +136,14 @@ def mixed(family: str, folder: str, plan: Mapping[str, str] | None = None) -> di
     shared.multilora.unload(kinds[0])
     layers = {site.path: (site.in_features, site.out_features) for site in shared.multilora._layout.sites}
     slot_bytes = shared.multilora.status().slot_bytes
+    estimate = shared.multilora.estimate_memory(fully_sharded_loras=True)["slot"]
     disable_multilora(shared)
     with torch.no_grad():
         undone = torch.equal(bare, shared(**on(prompts(3, seed=3))).logits)
     return {
         "errors": errors, "told": told, "alike": alike, "waves": waves, "again": again, "refused": refused,
         "undone": undone, "layers": layers, "base": base, "slot": slot_bytes,
+        "estimate": estimate,
     }  # fmt: skip
 
 
