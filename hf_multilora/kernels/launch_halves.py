@@ -46,7 +46,8 @@ class Halves:
         call = launch.describe(x.shape[0], x.shape[1], (1,) * slices, x.dtype, self._y, arena, rows)
         self._tiling = tiling = dataclasses.replace(shrink_tiling(call), pdl=False)
         # Not the workspace's: a compiled call may be recorded in a CUDA graph, which has memory of its own.
-        planes = torch.empty(shrink.plane_elems(x.shape[0], slices, rank, tiling), device=x.device)
+        elems = shrink.plane_elems(x.shape[0], slices, rank, tiling)
+        planes = torch.empty(elems, dtype=torch.float32, device=x.device)
         aligned = launch.key_of([], x, arena, rows)
         key = None if aligned is None else ("shrink", aligned, slices, self._y)
         recipe = op.workspace.recipes.get(key)
