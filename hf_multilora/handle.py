@@ -32,7 +32,7 @@ from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
 from .memory.registry import Loaded
 from .memory.store import AdapterStore
-from .parallel import agreement_of, alike
+from .parallel import Agreement, agreement_of, alike, parts_of
 from .peft_model import Takeover
 from .placement import place
 from .reading import Reader
@@ -63,7 +63,8 @@ class MultiLora:
         self._placement = place(model, self._survey.found, config)
         # Everything that can fail comes before the first change of the model.
         tuning_table.check()
-        self._layout = Layout.from_targets(self._survey.table.targets, self._placement.group_of)
+        agreement = agreement_of(model)
+        self._layout = self._layout_of(config, agreement)
         self.store = store or AdapterStore(self._layout, config, self._placement.devices, self._placement.dtype)
         devices = [arena.device for arena in self.store.arenas]
         adapters, spread = config.max_loras, self.store.spread
@@ -79,9 +80,10 @@ class MultiLora:
         )
         Reader.check(model, config)
         model.__dict__.pop("_compiled_call", None)
-        self.calls.agreement = agreement_of(model)
+        self.calls.agreement = agreement
         where = (self._layout, self._placement, self.store, self._routing)
-        self._wrapped = Wrapped(model, self._survey, *where, config.max_lora_rank, config.extra_vocab_size)
+        group = None if agreement is None else agreement.group
+        self._wrapped = Wrapped(model, self._survey, *where, config.max_lora_rank, config.extra_vocab_size, group)
         self._reader = Reader(model, self._survey.table, self._wrapped, self.store, self.calls, config)
         if config.decode_graphs:
             wrapped, order = self._wrapped, self.calls.order_streams
@@ -284,7 +286,12 @@ class MultiLora:
     def estimate_memory(self, **options: Any) -> dict[str, Any]:
         """Bytes of the slots as they are, or as they would be with other options."""
         config = replace(self.config, **options)
-        return estimate(self._layout, config, config.torch_dtype() or self.store.arena.dtype)
+        layout = self._layout_of(config, self.calls.agreement)
+        return estimate(layout, config, config.torch_dtype() or self.store.arena.dtype)
+
+    def _layout_of(self, config: MultiLoraConfig, agreement: Agreement | None) -> Layout:
+        parts = parts_of(agreement, config.fully_sharded_loras)
+        return Layout.from_targets(self._survey.table.targets, self._placement.group_of, parts)
 
     def ensure(self, name: str) -> None:
         """Load a name that is not registered yet, where on-demand loading allows it.

@@ -167,10 +167,13 @@ class Agreement:
 
     Args:
         mesh: of the ranks.
+
+    Attributes:
+        group: the ranks.
     """
 
     def __init__(self, mesh: Any) -> None:
-        self._group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+        self.group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
         self._device = mesh.device_type
 
     def check(self, what: str, *facts: Any) -> None:
@@ -182,7 +185,7 @@ class Agreement:
         digest = hashlib.sha256(repr(facts).encode()).digest()
         number = int.from_bytes(digest[:7], "big")
         both = torch.tensor([number, -number], device=self._device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
         high, low = both.tolist()
         if high != -low:
             raise ModelError(
@@ -208,6 +211,23 @@ def agreement_of(model: nn.Module) -> Agreement | None:
     seams = (seam_of(module) for module in model.modules())
     mesh = next((seam.mesh for seam in seams if seam is not None and seam.mesh is not None), None)
     return None if mesh is None else Agreement(mesh)
+
+
+def parts_of(agreement: Agreement | None, fully_sharded: bool) -> int:
+    """Over how many ranks adapters are fully sharded; 1: they are not.
+
+    Raises:
+        ModelError: they are to be, and no ranks share the model.
+    """
+    if not fully_sharded:
+        return 1
+    parts = 1 if agreement is None else dist.get_world_size(agreement.group)
+    if parts == 1:
+        raise ModelError(
+            "fully_sharded_loras=True splits adapters over the ranks of a tensor-parallel model, and this one is not "
+            "shared by several: load it with a tp_plan over as many processes, or leave the option out."
+        )
+    return parts
 
 
 @contextmanager
