@@ -15,7 +15,9 @@ HERE = Path(__file__).parent
 WAIT_S = 240
 
 
-def start(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu") -> list[subprocess.Popen[str]]:
+def start(
+    scene: str, *arguments: str, ranks: int = 2, device: str = "cpu", script: str = "scenes.py"
+) -> list[subprocess.Popen[str]]:
     """Start the ranks; they end by themselves."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -27,7 +29,7 @@ def start(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu") -> l
         env["PYTHONPATH"] = os.pathsep.join(
             [str(HERE), str(HERE.parent), *env.get("PYTHONPATH", "").split(os.pathsep)]
         )
-        command = [sys.executable, str(HERE / "scenes.py"), scene, *arguments]
+        command = [sys.executable, str(HERE / script), scene, *arguments]
         processes.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )

@@ -252,12 +252,14 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if os.environ["TP_DEVICE"] == "cuda" else "gloo")
     try:
-        found = {one: SCENES[one](*arguments, folder) for one in name.split("+")}
+        found = {}
+        for one in name.split("+"):
+            found[one] = SCENES[one](*arguments, folder)
+            Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once: the others would wait for this one
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # what is captured or compiled may hold the group

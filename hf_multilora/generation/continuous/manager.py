@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from ...errors import ConfigError, ModelError, RoutingError
@@ -111,8 +111,7 @@ class LoraBatching:
     def _handle_critical_error(self, error: Exception, *args: Any) -> None:
         if self.batching.ranks is not None:
             self.batching.ranks.failed = True
-        with suppress(ModelError):  # the others are gone, so that there is nobody to tell
-            super()._handle_critical_error(error, *args)  # type: ignore[misc]
+        super()._handle_critical_error(error, *args)  # type: ignore[misc]
 
     def check_alive(self) -> None:
         """Raises: ModelError where ranks share the model, and an error has ended their loops."""

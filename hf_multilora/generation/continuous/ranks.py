@@ -64,6 +64,8 @@ class Ranks:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self._helper.cpu_comm_group)
         except RuntimeError as error:
             self._over = True
+            if self.failed:  # there is nobody left to tell
+                return [0, _HARD_STOP, 0]
             raise ModelError(f"A rank of this tensor-parallel model has ended, or does not answer: {error}") from error
         *found, failed, high, low = values.tolist()
         self._over = bool(failed) or found[1] == _HARD_STOP or high != -low
