@@ -1,4 +1,4 @@
-"""Continuous batching over two ranks: each request is answered as one process does alone, and ranks that differ say so."""
+"""Continuous batching over two ranks: each request is answered as one process would, and ranks that differ say so."""
 
 from __future__ import annotations
 

@@ -90,12 +90,8 @@ class Batching:
                 would load, each at its own time.
         """
         missing = self.missing(key)
-        if missing and self.ranks is not None:
-            raise AdapterNotFoundError(
-                f"No adapter {missing[0]!r} is registered, and ranks that share a model load none while they batch: "
-                "each would be done at its own time. Load it on every rank first (load_adapter), inside of "
-                "manager.pause() if the manager runs; generate_batch loads what its ids name before it begins."
-            )
+        if self.ranks is not None:
+            self.ranks.check_loaded(missing)
         return Carrier(key, self.reading.loads(missing))
 
     def _woken(self) -> None:

@@ -127,7 +127,7 @@ class LoraBatching:
     def pause(self) -> Iterator[None]:
         """transformers' pause. Slots of running requests are not waited for inside of it: that raises SlotError.
 
-        Where ranks share a model, all of them pause, and do the same inside: adapters can be loaded and unloaded there.
+        Where ranks share a model, all of them pause, and do the same inside: load and unload adapters, or call it.
         """
         thread = getattr(self._generation_thread, "ident", None)  # type: ignore[attr-defined]
         me = threading.get_ident()

@@ -80,7 +80,7 @@ class ContinuousBatchingMixin:
         """transformers' continuous_batching_context_manager, with the options of `init_continuous_batching`.
 
         Raises:
-            ModelError: ranks share the model, and an error has ended their loops: they do not agree, or one has failed.
+            ModelError: ranks share the model, and an error has ended their loops: they differ, or one has failed.
         """
         with ExitStack() as stack:
             with _chosen(fairness, patience):

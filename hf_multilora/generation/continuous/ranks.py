@@ -1,10 +1,10 @@
 """Ranks of a tensor-parallel model that batch together.
 
-transformers runs a loop with a scheduler on every rank. In front of each step rank 0 hands on what has come in, with one
-small reduction over the CPU; from there on each rank decides for itself. So what decides must follow from what all
-ranks see, and never from a rank's own clock, threads or files. That it does is checked: the same reduction follows once
-more when a batch is ready, with a hash of it, so that a rank which went another way, or failed, is an error on all of
-them before its forward would be waited for.
+transformers runs a loop with a scheduler on every rank. In front of each step rank 0 hands on what has come in, with
+one small reduction over the CPU; from there on each rank decides for itself. So what decides must follow from what all
+ranks see, and never from a rank's own clock, threads or files. That it does is checked: the same reduction follows
+once more when a batch is ready, with a hash of it, so that a rank which went another way, or failed, is an error on
+all of them before its forward would be waited for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import ModelError
+from ...errors import AdapterNotFoundError, ModelError
 from ...parallel import number_of
 from .requests import carrier_of
 
@@ -47,7 +47,7 @@ class Ranks:
 
         Args:
             facts: the same on every rank.
-            state: up to three numbers of transformers' (requests that have come in, how soon to stop, whether to pause).
+            state: transformers' numbers, up to three: requests that have come in, how soon to stop, whether to pause.
 
         Returns:
             the largest of each of the three over the ranks.
@@ -86,6 +86,15 @@ class Ranks:
         """
         self.exchange("the next batch", [waiting, *map(_fact, batch)])
 
+    def check_loaded(self, missing: Sequence[str]) -> None:
+        """Raises: AdapterNotFoundError where a request names what would have to be loaded first."""
+        if missing:
+            raise AdapterNotFoundError(
+                f"No adapter {missing[0]!r} is registered, and ranks that share a model load none while they batch: "
+                "each would be done at its own time. Load it on every rank first (load_adapter), inside of "
+                "manager.pause() if the manager runs; generate_batch loads what its ids name before it begins."
+            )
+
     def join_flags(self, flags: torch.Tensor) -> None:
         """Flags of one rank's part are everybody's; on the current stream."""
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._helper.tp_group)
@@ -107,7 +116,9 @@ def with_ranks(own: Any) -> Any:
 
         _ranks: Ranks
 
-        def tp_all_reduce_state(self, payload_size: int, stop_status: int, pause_requested: int = 0) -> tuple[int, ...]:
+        def tp_all_reduce_state(
+            self, payload_size: int, stop_status: int, pause_requested: int = 0
+        ) -> tuple[int, ...]:
             found = self._ranks.exchange("the step", (), payload_size, stop_status, pause_requested)
             return tuple(found[: len(self._cpu_int_acc)])  # transformers 5.17 knows no pause
 

@@ -8,7 +8,7 @@ on to them; what they do there is said in `batching` and `forwards`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,6 +93,8 @@ def _processor(own: Any) -> Any:
 def _scheduler(own: Any) -> Any:
     class Scheduler(own):
         """In front of the scheduler of whatever kind."""
+
+        _requests_to_cancel: Iterable[str]
 
         def add_waiting_request(self, state: Any) -> None:
             self._batching.check(state)
