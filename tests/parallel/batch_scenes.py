@@ -22,7 +22,7 @@ from scenes import device, families, main, saved, scene, split
 from hf_multilora import disable_multilora, enable_multilora
 
 NEW = 5
-LONG = 40  # tokens of answers that are still on their way when something else happens
+LONG, LONGER = 40, 64  # tokens of answers that are still on their way when something else happens
 HEAD = 16  # tokens that prompts begin with in common: two pages
 KINDS = ("r8", "r3", "r64", "dora", "head")
 
@@ -114,25 +114,21 @@ def batches(folder: str) -> dict[str, Any]:
     head = prompt(HEAD, seed=90)
     keys: list[Any] = [None, *folders, mix]
     told = {tuple(alone(whole, head, key)) for key in keys}
-    blocks, wrong = [], []
+    blocks = []
     with batched(shared) as (manager, results):
-        for around in range(2):
-            for number, key in enumerate(keys):
-                before = hashes(manager) if manager.batch_processor else set()
-                tokens = head + prompt(3, seed=around)
-                name = ask(manager, f"{around}.{number}", tokens, key)
-                [output] = results.wait(name)
-                if output.generated_tokens != alone(whole, tokens, key):
-                    wrong.append((name, output.error))
-                blocks.append(sorted(map(str, hashes(manager) - before)))
+        for number, key in enumerate(keys):  # one after the other: whose blocks are whose
+            before = hashes(manager) if manager.batch_processor else set()
+            results.wait(ask(manager, f"first.{number}", head + prompt(3, seed=0), key))
+            blocks.append(sorted(map(str, hashes(manager) - before)))
+        tokens = head + prompt(3, seed=1)
+        results.wait(*(ask(manager, f"second.{number}", tokens, key) for number, key in enumerate(keys)))
         found = {key: traffic.prefix_tokens for key, traffic in manager.status().adapters.items()}
-        tokens, keys = [head + prompt(3, seed=5)] * len(keys), keys[::-1]  # all at once, over two slots
-        names = [ask(manager, f"all.{i}", *one) for i, one in enumerate(zip(tokens, keys, strict=True))]
-        again = [output.generated_tokens for output in results.wait(*names)]
-        wrong += [i for i, key in enumerate(keys) if again[i] != alone(whole, tokens[i], key)]
+        whole_blocks = sorted(map(str, hashes(manager)))
+    answers = {key: alone(whole, output.prompt_ids, keys[int(key.split(".")[1])]) for key, output in results.items()}
+    wrong = [(key, results[key].error) for key, answer in answers.items() if results[key].generated_tokens != answer]
     return {
         "right": got == want and len(want) == 2 * len(folders) + 2, "told": len(told), "wrong": wrong,
-        "keys": len(keys), "blocks": blocks, "prefixes": found,
+        "keys": len(keys), "blocks": blocks, "all": whole_blocks, "prefixes": found,
     }  # fmt: skip
 
 
@@ -184,7 +180,7 @@ def _paused(
 ) -> dict[str, Any]:
     """A reload, a load and an unload in the pause of a manager with running requests."""
     handle, found = shared.multilora, {}
-    long = ask(manager, "long", tokens, "a", LONG, streaming=True)
+    long = ask(manager, "long", tokens, "a", LONGER, streaming=True)
     results.started(long)
     with manager.pause():
         found["runs"] = handle.status().adapters and handle.adapters["a"].in_use
@@ -194,18 +190,18 @@ def _paused(
     asked = [ask(manager, "new", tokens, "a"), ask(manager, "b", tokens, "b")]
     old, new, other = results.wait(long, *asked)
     found["paused"] = (
-        old.generated_tokens == alone(whole, tokens, "r8", LONG)
+        old.generated_tokens == alone(whole, tokens, "r8", LONGER)
         and new.generated_tokens == alone(whole, tokens, "r3")
         and inside == other.generated_tokens == alone(whole, tokens, "r64")
     )
     found["fresh"] = sorted(map(str, hashes(manager) - blocks))
-    long = ask(manager, "longer", tokens, "b", LONG, streaming=True)
+    long = ask(manager, "longer", tokens, "b", LONGER, streaming=True)
     results.started(long)
     with manager.pause():
         found["unloaded"] = said(lambda: handle.unload("b"))
     found["gone"] = said(lambda: ask(manager, "gone", tokens, "b"))
     [output] = results.wait(long)
-    found["ended"] = output.generated_tokens == alone(whole, tokens, "r64", LONG)
+    found["ended"] = output.generated_tokens == alone(whole, tokens, "r64", LONGER)
     return found
 
 
