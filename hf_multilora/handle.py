@@ -128,6 +128,7 @@ class MultiLora:
             if isinstance(source, Mapping):
                 raise ConfigError("Tensors in memory need a name: load(tensors, name, config=...).")
             name = os.fspath(source)
+        self.calls.check_quiet("an adapter is loaded")
         if self.calls.agreement is not None:
             self.calls.agreement.check("the adapter to load", name, _content(source), config, revision, subfolder)
         read = self._reader.of(
@@ -149,7 +150,7 @@ class MultiLora:
             entry = self.store.register(name, read, reload=reload, evictable=not in_memory)
             packed, about = entry.packed, entry.version.loaded
             ranks = {site: rank for site, rank in packed.ranks.items() if rank} if packed is not None else {}
-            facts += [name, entry.generation, about.fingerprint, ranks]
+            facts += [name, entry.tag, about.fingerprint, ranks]
         if self.calls.agreement is not None and packed is not None and packed.has_vectors:
             entry.version = replace(entry.version, evictable=False)  # to read it again would need all ranks at once
         return entry.report(hashed=False)
@@ -178,6 +179,7 @@ class MultiLora:
         """Read an adapter again, from `source` or from where it came; see `load`."""
         if source is not None:
             return self.load(source, name, reload=True, **options)
+        self.calls.check_quiet("an adapter is loaded")
         version = self.store.entry(name).version
         return self._register(name, version.load, True, not version.evictable)
 
@@ -197,6 +199,7 @@ class MultiLora:
             SlotError: called from inside of a call that uses it, which would wait for itself.
         """
         self._check_wait("unloaded")
+        self.calls.check_quiet("an adapter is unloaded")
         call = self.calls.current()
         if call is not None and call.lease is not None:
             busy = {n for key in call.lease.slots for n in names_of(key)}
@@ -214,6 +217,7 @@ class MultiLora:
         Raises:
             SlotError: every slot is pinned already.
         """
+        self.calls.check_quiet("an adapter is pinned")
         self.ensure(name)
         self._check_wait("pinned")
         self.store.pin(name)
@@ -227,6 +231,7 @@ class MultiLora:
 
     def unpin(self, name: str) -> None:
         """Let an adapter be evicted again."""
+        self.calls.check_quiet("an adapter is unpinned")
         self.store.unpin(name)
 
     def prefetch(self, names: str | Iterable[str]) -> None:
@@ -303,6 +308,7 @@ class MultiLora:
             self.store.entry(name)
             return
         self.check_loadable(name)
+        self.calls.check_quiet("an adapter is loaded")
         self.store.ensure(name, self._reader.of(name))
 
     def check_loadable(self, name: str) -> None:

@@ -161,6 +161,11 @@ def whole(module: nn.Module) -> nn.Module:
     return twin
 
 
+def number_of(*facts: Any) -> int:
+    """A number of 56 bits that differs where facts do, the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big")
+
+
 class Agreement:
     """Sees that all ranks do the same with adapters; without it they would wait for each other, or add up different
     adapters' parts.
@@ -182,15 +187,14 @@ class Agreement:
         Raises:
             ModelError: they do not.
         """
-        digest = hashlib.sha256(repr(facts).encode()).digest()
-        number = int.from_bytes(digest[:7], "big")
+        number = number_of(*facts)
         both = torch.tensor([number, -number], device=self._device)
         dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
         high, low = both.tolist()
         if high != -low:
             raise ModelError(
                 f"The ranks of this tensor-parallel model do not agree about {what}: each must load, unload and name "
-                f"the same adapters in the same order. Here it is {facts!r}."
+                f"the same adapters in the same order. Here it is {str(facts)[:2000]}."
             )
 
     @contextmanager

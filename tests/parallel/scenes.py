@@ -259,12 +259,14 @@ def main() -> None:
     if os.environ["TP_DEVICE"] == "cuda" and os.environ["TP_BACKEND"] == "gloo":
         gather_through_host()
     try:
-        found = {one: play_one(one, *arguments, folder) for one in name.split("+")}
+        found = {}
+        for one in name.split("+"):
+            found[one] = play_one(one, *arguments, folder)
+            Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once: the others would wait for this one
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # what is captured or compiled may hold the group
