@@ -25,7 +25,7 @@ format: $(VENV)/.test
 
 # The site, into site/. `make docs ARGS=serve` shows it in a browser and follows changes.
 docs: $(VENV)/.test
-	DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs $(or $(ARGS),build --strict)
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs $(or $(ARGS),build --strict)
 
 # The stamps make a second run quick: an extra is installed again only when what it is made from changed.
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python

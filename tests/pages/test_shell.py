@@ -23,6 +23,8 @@ RUNS = {"inspect", "check", "generate"}  # others are parsed: they serve until s
 
 def hf_multilora(words: list[str]) -> None:
     if words[1] in RUNS:
+        for left_over in Path.cwd().glob("answers.jsonl*"):
+            left_over.unlink()
         with pytest.raises(SystemExit) as left:
             main(words[1:])
         assert not left.value.code, f"exit status {left.value.code}"
@@ -40,7 +42,7 @@ def make(words: list[str]) -> None:
 
 
 def pip(words: list[str]) -> None:
-    for extras in re.findall(r"\[([\w,]+)\]", " ".join(words)):
+    for extras in re.findall(r"\[([\w,-]+)\]", " ".join(words)):
         assert set(extras.split(",")) <= EXTRAS
     for file in (words[i + 1] for i, word in enumerate(words) if word == "-c"):
         assert (ROOT / file).is_file()
@@ -85,6 +87,5 @@ def test_there_are_commands() -> None:
 @pytest.mark.parametrize("command", ["make dmeo", "pip install '.[no-such-extra]'", "hf-multilora serve X --no-such-flag"])
 def test_a_command_that_is_wrong_fails(command: str) -> None:
     words = shlex.split(command)
-    with pytest.raises((AssertionError, Exception)) as raised:
+    with pytest.raises(Exception, match="dmeo|no-such"):
         CHECKS[words[0]](words)
-    assert raised.type is AssertionError or "No such option" in str(raised.value)
