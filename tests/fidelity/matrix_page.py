@@ -65,7 +65,11 @@ KINDS = {
     "two_labels": "a head with fewer labels, DoRA",
 }
 
-HEAD = f"""# Fidelity
+HEAD = f"""---
+hide: [toc]
+---
+
+# Fidelity
 
 PEFT is the definition: a row of a mixed batch gives what PEFT gives for that adapter alone in a batch of that shape. The tests
 compare logits in fp32, ||difference|| / ||reference|| ≤ {oracle.TOLERANCE:g} for each row, and greedy tokens and beams, which are to
