@@ -1,4 +1,4 @@
-"""What a user installs: one version, the extras, the tested set, and what they are pinned to; test_wheel.py has the files."""
+"""What a user installs: one version, the extras, the tested set. What is built is in test_wheel.py."""
 
 from __future__ import annotations
 

@@ -115,9 +115,9 @@ def test_the_wheel_alone_runs_the_demo(installed: Path, tmp_path: Path, demo_mod
         assert done.returncode == 0, done.stderr[-4000:]
         return done.stdout
 
-    where = "import hf_multilora, importlib.util as u; print(hf_multilora.__file__, u.find_spec('peft'))"
+    where = "from importlib.util import find_spec as f; print(f('hf_multilora').origin, f('peft'))"
     file, peft = run(str(installed / "python"), "-c", where).split()
     assert Path(file).is_relative_to(tmp_path) and peft == "None"
-    assert run(str(installed / "hf-multilora"), "--version").strip() == __version__
-    answers = json.loads(run(str(installed / "hf-multilora"), "demo", "--json"))
+    prompt = "My brother has a house and a boat."
+    answers = json.loads(run(str(installed / "hf-multilora"), "demo", "--json", "--prompt", prompt))
     assert "Me brother has a house an' a boat. Arrr!" in json.dumps(answers)
