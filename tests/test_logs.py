@@ -39,7 +39,9 @@ def heard() -> Iterator[io.StringIO]:
     logging.remove_handler(handler)
 
 
-@pytest.mark.parametrize("name", ["hf_multilora.generation.words", "hf_multilora.server.app", "hf_multilora.new.module"])
+@pytest.mark.parametrize(
+    "name", ["hf_multilora.generation.words", "hf_multilora.server.app", "hf_multilora.new.module"]
+)
 def test_verbosity(name: str, heard: io.StringIO) -> None:
     logger = standard.getLogger(name)
     logging.set_verbosity_error()

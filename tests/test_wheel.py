@@ -1,4 +1,4 @@
-"""What is built: a wheel and an sdist with all that the package needs, and a wheel that works without the repository."""
+"""What is built: a wheel and an sdist with all of the package, and a wheel that works without the repository."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ STEM = f"hf_multilora-{__version__}"
 def build(source: Path, out: Path, *targets: str) -> None:
     wanted = [word for target in targets for word in ("-t", target)]
     done = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-d", str(out), *wanted], cwd=source, capture_output=True, text=True
+        [sys.executable, "-m", "hatchling", "build", "-d", str(out), *wanted],
+        cwd=source,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 

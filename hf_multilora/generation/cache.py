@@ -219,7 +219,8 @@ _OTHER = (
     "Keys and values of one adapter mean nothing to another: pass the same adapter_ids, or start from an empty cache."
 )
 _RELOADED = (
-    "It was loaded anew in between, and the old weights' keys and values mean nothing to it: start from an empty cache."
+    "It was loaded anew in between, and keys and values of the old weights mean nothing to it: start from an empty "
+    "cache."
 )
 
 

@@ -67,7 +67,8 @@ def to_keys(ids: Any, rows: int | None) -> tuple[list[Key | None], bool]:
         return [to_key(ids, "adapter_ids")] * (rows or 1), True
     if not isinstance(ids, Sequence):
         raise RoutingError(
-            f"adapter_ids is of type {type(ids).__name__}. Expected one id for all rows, or a list with one id per row."
+            f"adapter_ids is of type {type(ids).__name__}. Expected one id for all rows, or a list with one id per "
+            "row."
         )
     if not ids:
         raise RoutingError("adapter_ids is an empty list. Pass one id per row, or None for the base model.")

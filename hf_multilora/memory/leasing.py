@@ -240,8 +240,9 @@ class LeasingStore(LoadingStore):
             )
         if wanted > self.config.max_loras - len(pinned):
             raise SlotError(
-                f"{', '.join(map(repr, sorted(names)))}: {count(wanted, 'distinct adapter')} at once, but {len(pinned)} "
-                f"of {self.config.max_loras} are pinned ({', '.join(pinned)}). Unpin one of them, or raise max_loras."
+                f"{', '.join(map(repr, sorted(names)))}: {count(wanted, 'distinct adapter')} at once, but "
+                f"{len(pinned)} of {self.config.max_loras} are pinned ({', '.join(pinned)}). Unpin one of "
+                "them, or raise max_loras."
             )
 
     def _check_mix(self, key: Key, blocks: Mapping[str, PackedAdapter]) -> None:

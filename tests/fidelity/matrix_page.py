@@ -71,13 +71,13 @@ hide: [toc]
 
 # Fidelity
 
-PEFT is the definition: a row of a mixed batch gives what PEFT gives for that adapter alone in a batch of that shape. The tests
-compare logits in fp32, ||difference|| / ||reference|| ≤ {oracle.TOLERANCE:g} for each row, and greedy tokens and beams, which are to
-be the same. A base row has the bits of the bare model.
+PEFT is the definition: a row of a mixed batch gives what PEFT gives for that adapter alone in a batch of that shape.
+The tests compare logits in fp32, ||difference|| / ||reference|| ≤ {oracle.TOLERANCE:g} for each row, and greedy tokens
+and beams, which are to be the same. A base row has the bits of the bare model.
 
-This page is made from the parameters of those tests (`python tests/fidelity/matrix_page.py`). ✓: a case that runs in CI. "PEFT
-cannot": PEFT itself has no such adapter for that family. Empty: it does not exist there, as a head in an encoder, or is not
-tested. Models are tiny, with random weights, and have two layers.
+This page is made from the parameters of those tests (`python tests/fidelity/matrix_page.py`). ✓: a case that runs in
+CI. "PEFT cannot": PEFT itself has no such adapter for that family. Empty: it does not exist there, as a head in an
+encoder, or is not tested. Models are tiny, with random weights, and have two layers.
 """
 
 
@@ -151,8 +151,8 @@ def page() -> str:
             "\n## Ranks and modules\n\nEight ids in one batch, with left, right and no padding "
             "(`tests/generation/test_families.py`).\n",
             ranks_table(),
-            "\n## Combinations\n\n`tests/fidelity/test_combinations.py`. Refused: the file holds one of two tables that are "
-            "not tied, the other one's new rows are nowhere.\n",
+            "\n## Combinations\n\n`tests/fidelity/test_combinations.py`. Refused: the file holds one of two tables "
+            "that are not tied, the other one's new rows are nowhere.\n",
             combinations_table(),
             "",
         ]

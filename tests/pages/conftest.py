@@ -19,7 +19,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stage(built: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The stage as the working directory; transformers' switches are as they were afterwards.
 
-    Where a page names no sizes, the cache of continuous batching is small: by default it takes all memory that is free.
+    Where a page names no sizes, the cache of continuous batching is small: the default is all free memory.
     """
     monkeypatch.chdir(built)
     whole = ContinuousBatchingConfig.__init__

@@ -9,7 +9,7 @@ import pytest
 from blocks import NAMES, Block, blocks, of_page
 
 LANGUAGES = {"python", "bash", "json", "text", ""}
-# These are the figures of README.md and docs that must run: a page that skips everything is a page untested.
+# Pages some of whose blocks must run: a page that skips everything is a page untested.
 RUN = {
     "README.md", "docs/index.md", "docs/guides/quickstart.md", "docs/guides/adapter_ids.md", "docs/guides/loading.md",
     "docs/guides/continuous_batching.md", "docs/guides/server.md", "docs/guides/large_bases.md",
@@ -46,7 +46,8 @@ def test_languages_are_known(page: str) -> None:
 
 
 def test_blocks_are_found_where_they_stand() -> None:
-    text = "# A\n\n```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nb = 2\n```\n\n- item\n\n    ```bash\n    ls\n    ```\n"
+    text = "# A\n\n```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nb = 2\n```\n"
+    text += "\n- item\n\n    ```bash\n    ls\n    ```\n"
     assert blocks("p.md", text) == [
         Block("p.md", 4, "python", "a = 1\n", None),
         Block("p.md", 9, "python", "b = 2\n", "needs a GPU"),

@@ -15,7 +15,8 @@ from blocks import NAMES, ROOT, commands, of_page
 
 from hf_multilora.cli import main
 
-CASES = [(block.place, command) for name in NAMES for block in of_page(name, "bash") for command in commands(block.code)]
+BLOCKS = [block for name in NAMES for block in of_page(name, "bash")]
+CASES = [(block.place, command) for block in BLOCKS for command in commands(block.code)]
 EXTRAS = set(metadata.metadata("hf-multilora").get_all("Provides-Extra") or [])
 TARGETS = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 RUNS = {"inspect", "check", "generate"}  # others are parsed: they serve until somebody stops them, or need a download
@@ -84,7 +85,9 @@ def test_there_are_commands() -> None:
     assert {command.split()[0] for _, command in CASES} >= {"make", "pip", "curl", "hf-multilora"}
 
 
-@pytest.mark.parametrize("command", ["make dmeo", "pip install '.[no-such-extra]'", "hf-multilora serve X --no-such-flag"])
+@pytest.mark.parametrize(
+    "command", ["make dmeo", "pip install '.[no-such-extra]'", "hf-multilora serve X --no-such-flag"]
+)
 def test_a_command_that_is_wrong_fails(command: str) -> None:
     words = shlex.split(command)
     with pytest.raises(Exception, match="dmeo|no-such"):
