@@ -103,6 +103,9 @@ def _check_model(model: Any) -> None:
         raise ModelError("The model is enabled already. Call disable_multilora(model) first to choose other options.")
     if not isinstance(model, PreTrainedModel):
         hint = ""
+        inner = getattr(model, "model", None)
+        if isinstance(inner, PreTrainedModel):
+            hint = " Pass the model inside of it: enable_multilora(x.model)."
         if hasattr(model, "_orig_mod"):
             hint = " Enable the model first, then compile it: torch.compile(enable_multilora(model))."
         raise ModelError(f"Expected a transformers PreTrainedModel or a PeftModel, got {type(model).__name__}.{hint}")

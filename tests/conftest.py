@@ -50,6 +50,14 @@ def pytest_terminal_summary(terminalreporter) -> None:
         terminalreporter.write_line(f"{len(skipped)} GPU tests skipped: needs a CUDA device", yellow=True)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _messages_reach_caplog() -> None:
+    """transformers' logger, which the package's are below, hands on what it is told only where CI is set."""
+    from transformers.utils import logging
+
+    logging.enable_propagation()
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Folder of the demo's base model; downloads and converts it on first use.

@@ -274,4 +274,7 @@ def _stranger(key: Key, path: str, spec: AdapterSpec, checkpoint: Checkpoint, ta
         )
     owner = foreign_format(key.name)
     hint = f" It looks like {owner}, not PEFT's LoRA." if owner else closest(path, table.modules)
-    return AdapterMatchError(f"{where}: {key.name} belongs to nothing in the model, and would be left over.{hint}")
+    return AdapterMatchError(
+        f"{where}: {key.name} belongs to nothing in the model, and would be left over.{hint} Was it trained on "
+        "another base? If it is no part of the adapter, save the file without it."
+    )

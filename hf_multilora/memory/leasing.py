@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SlotError
+from ..report import count
 from .contents import check_plain
 from .lease import Grant, Key, Lease, Mix, Ticket, label_of, parts_of
 from .loading import LoadingStore
@@ -239,8 +240,9 @@ class LeasingStore(LoadingStore):
             )
         if wanted > self.config.max_loras - len(pinned):
             raise SlotError(
-                f"{wanted} distinct adapters need as many slots, but {len(pinned)} of {self.config.max_loras} are "
-                f"pinned ({', '.join(pinned)}). Unpin one of them, or raise max_loras."
+                f"{', '.join(map(repr, sorted(names)))}: {count(wanted, 'distinct adapter')} at once, but "
+                f"{len(pinned)} of {self.config.max_loras} are pinned ({', '.join(pinned)}). Unpin one of "
+                "them, or raise max_loras."
             )
 
     def _check_mix(self, key: Key, blocks: Mapping[str, PackedAdapter]) -> None:
