@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from quant.quant_bed import KINDS, TARGETS, Kind, adapter, enabled, logits, lora_config, relative, weight_of, with_delta
+from quant.quant_bed import (
+    KINDS,
+    TARGETS,
+    Kind,
+    adapter,
+    enabled,
+    logits,
+    lora_config,
+    relative,
+    weight_of,
+    with_delta,
+)
 
 from hf_multilora import disable_multilora
 from hf_multilora.errors import UnsupportedAdapterError
