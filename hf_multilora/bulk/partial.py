@@ -108,7 +108,9 @@ class Partial:
                     answers.seek(self._at[line.number])
                     record = _decode(answers.readline())
                     if record is None or record.get("line") != line.number:
-                        raise ConfigError(f"{self.path} has changed while it was written: another run of this command?")
+                        raise ConfigError(
+                            f"{self.path} has changed while it was written: another run of this command?"
+                        )
                     answer = record["answer"]
                     sorted_file.write(_encode({**line.fields, **answer}))
                     if "error" in answer:
