@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from quant import stand_ins
 from quant.quant_bed import KINDS, VOCAB, adapter, bnb, enabled, inputs, logits, lora_config, relative, replaced
 from torch import nn
@@ -52,9 +53,13 @@ def test_structure():
     assert not acts_as_linear(Pair(linear, qweight=torch.zeros(8, 32, dtype=torch.int32)))
 
 
+@pytest.mark.parametrize("make", [stand_ins.gptq_linear, stand_ins.gguf_linear, stand_ins.fbgemm_linear])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_slots_have_the_dtype_of_what_is_not_quantised(dtype: torch.dtype):
-    model = replaced(stand_ins.gptq_linear).to(dtype)
+@pytest.mark.parametrize("offload", [False, True])
+def test_slots_have_the_dtype_of_what_is_not_quantised(dtype: torch.dtype, make: Any, offload: bool):
+    model = replaced(make).to(dtype)
+    if offload:
+        cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
     model = enable_multilora(model, target_modules=["q_proj"])
     assert model.multilora.store.arena.dtype == dtype
     assert str(model.multilora.store.arena.device) == "cpu"
