@@ -22,10 +22,7 @@ from .generation.graphs import Graphs
 from .generation.ids import BASE, Key, names_of
 from .generation.mixin import restore_parts, swap_class, swap_parts
 from .generation.warmup import warm_up
-from .inject import (
-    InstanceGuard,
-    decompress,
-)
+from .inject import InstanceGuard, decompress
 from .kernels import table as tuning_table
 from .memory.ahead import read_ahead
 from .memory.estimate import estimate_memory as estimate_layout
@@ -35,7 +32,7 @@ from .memory.store import AdapterStore
 from .parallel import Agreement, agreement_of, alike, parts_of
 from .peft_model import Takeover
 from .placement import place
-from .reading import Reader
+from .reading import Load, Reader
 from .report import AdapterStatus, LoadReport, Status
 from .routing import Routing
 from .spread import SpreadRouting, routings_of
@@ -364,6 +361,10 @@ class MultiLora:
                 if key not in ("multilora", "_compiled_call"):
                     twin.__dict__[key] = copy.deepcopy(hidden.get(key, value), memo)
             handle = MultiLora(twin, self.config, None, copy.deepcopy(self.store))
+            for name in handle.store.names():  # what reads them again is to compute with the copy's base
+                entry = handle.store.entry(name)
+                if isinstance(load := entry.version.load, Load):
+                    entry.version = replace(entry.version, load=replace(load, reader=handle._reader))
             handle.calls.default = self.calls.default
             handle._wrapped.wrap(self._wrapped.saved_paths())
             handle.calls.vocabulary = self.calls.vocabulary
