@@ -94,6 +94,8 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
                     block = replace(block, shard=block_shard(module, block))
                 except ValueError as error:
                     reason = str(error)
+            if block.shard is not None and config.fully_sharded_loras:
+                reason = "fully_sharded_loras=True is not for experts that ranks share: leave the option out"
             blocks[path] = block
             if reason is not None:
                 refused[path] = reason

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from continuous.cb_bed import batching, greedy, poisoned, prompt
 from continuous.cb_run import Results, running, wait_until
-from scenes import device, families, main, saved, scene, split
+from scenes import MODE, device, families, main, saved, scene, split
 
 from hf_multilora import disable_multilora, enable_multilora
 
@@ -47,7 +47,7 @@ def models(folder: str, **options: Any) -> tuple[Any, Any, dict[str, Path]]:
     place, folders = saved("llama", folder)
     folders = {name: folders[name] for name in KINDS}
     whole = enable_multilora(families("llama").to(device()), max_loras=4)
-    shared = enable_multilora(split(place), max_loras=2, **options)
+    shared = enable_multilora(split(place), max_loras=2, **MODE, **options)
     for name, adapter in folders.items():
         whole.multilora.load(adapter, name)
         shared.multilora.load(adapter, name)

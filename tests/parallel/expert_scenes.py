@@ -259,6 +259,12 @@ def refused(cases: str, folder: str) -> dict[str, Any]:
         shared.multilora.load(folders["two"], "two")
     except MultiLoraError as error:
         said["torn"] = str(error)
+    for way in ("tp", "ep"):
+        shared = enable_multilora(split(place, way), fully_sharded_loras=True, **ENABLED)
+        try:
+            shared.multilora.load(folders["two"], "two")
+        except MultiLoraError as error:
+            said[f"sharded {way}"] = str(error)
     if not DISPATCHES:
         return said
     shared = enable_multilora(split(place, "ep", "all_to_all"), **ENABLED)

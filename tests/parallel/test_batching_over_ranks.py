@@ -13,12 +13,14 @@ from ranks import start
 WAIT_S = 240
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], list[str], list[int]]:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def played(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[dict[str, Any]], list[str], list[int]]:
     """What each rank found, what it printed, and how it ended. One pair of processes plays all scenes."""
     folder = tmp_path_factory.mktemp("ranks")
-    scenes = "batches+changes+pressure+mismatches+killed_batch"
-    processes = start(scenes, str(folder), file="batch_scenes.py")
+    scenes = "batches+batches@sharded+changes+pressure+mismatches+killed_batch"
+    processes = start(scenes, str(folder), file="batch_scenes.py", device=request.param)
     try:
         printed = [process.communicate(timeout=WAIT_S)[0] for process in processes]
     finally:
@@ -33,14 +35,16 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any
     return found, printed, [process.returncode for process in processes]
 
 
-def test_mixed_batches_over_few_slots(played) -> None:
-    for found in (rank["batches"] for rank in played[0]):
+@pytest.mark.parametrize("scene", ["batches", "batches@sharded"])
+def test_mixed_batches_over_few_slots(played, scene: str) -> None:
+    for found in (rank[scene] for rank in played[0]):
         assert found["right"] and not found["wrong"], found
         assert found["told"] == found["keys"] > 6, "each adapter answers in its own way"
 
 
-def test_prefixes_are_found_and_belong_to_their_adapter_on_every_rank(played) -> None:
-    first, second = (rank["batches"] for rank in played[0])
+@pytest.mark.parametrize("scene", ["batches", "batches@sharded"])
+def test_prefixes_are_found_and_belong_to_their_adapter_on_every_rank(played, scene: str) -> None:
+    first, second = (rank[scene] for rank in played[0])
     assert first["blocks"] == second["blocks"] and first["prefixes"] == second["prefixes"]
     assert first["all"] == second["all"]
     assert all(len(new) >= 2 for new in first["blocks"]), "both pages of the prompt's head, under each adapter"

@@ -16,13 +16,14 @@ E, H, INNER = 6, 40, 24
 
 
 @functools.cache
-def played() -> list[dict[str, Any]]:
-    return play("mixtures+refused", ",".join(CASES), file="expert_scenes.py")
+def played(device: str = "cpu") -> list[dict[str, Any]]:
+    return play("mixtures+refused", ",".join(CASES), file="expert_scenes.py", device=device)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_answer_as_one_process(case: str) -> None:
-    for found in (rank["mixtures"][case] for rank in played()):
+def test_ranks_answer_as_one_process(case: str, device: str) -> None:
+    for found in (rank["mixtures"][case] for rank in played(device)):
         assert len(found["errors"]) > 4 and max(found["errors"].values()) < TOLERANCE, found["errors"]
         assert min(found["told"].values()) > 0.1, "each adapter changes something"
         assert found["alike"] and found["waves"] and found["again"], "tokens of generate()"
@@ -65,6 +66,8 @@ def test_experts_that_adapters_cannot_follow_are_refused() -> None:
     for said in (rank["refused"] for rank in played()):
         assert "mlp.experts" in said["saved"] and "ranks" in said["saved"] and "share" in said["saved"]
         assert "mlp.experts" in said["torn"] and "gate, up and down" in said["torn"]
+        for way in ("tp", "ep"):
+            assert "mlp.experts" in said[f"sharded {way}"] and "fully_sharded_loras" in said[f"sharded {way}"]
 
 
 def test_tokens_that_leave_their_rank_are_refused() -> None:
