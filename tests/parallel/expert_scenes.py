@@ -18,7 +18,7 @@ from models import VOCAB, prompts
 from moe_bed import HIDDEN, INNER, Adapter
 from oracle import relative_error
 from safetensors.torch import save_file
-from scenes import main, on, scene, tokens
+from scenes import device, main, on, scene, tokens
 from transformers.distributed import DistributedConfig
 from transformers.integrations import moe
 
@@ -185,7 +185,7 @@ def unwritten() -> Iterator[None]:
 def mixture(family: str, how: str, implementation: str, folder: str) -> dict[str, Any]:
     """Logits and tokens of mixed batches as one process computes them; what a rank holds and reads of an adapter."""
     place, folders = saved(family, folder)
-    whole, parts = moe_bed.bare(family, implementation), split(place, how)
+    whole, parts = moe_bed.bare(family, implementation).to(device()), split(place, how)
     if family != "llama4":
         parts.set_experts_implementation(implementation)
     kinds = list(folders)
@@ -278,7 +278,7 @@ def refused(cases: str, folder: str) -> dict[str, Any]:
     auto.multilora.load(folders["two"], "two")
     try:  # a part of the model, outside of its forward, with a gradient: transformers sends tokens away
         with auto.multilora.use(["two", None]):
-            auto.model.layers[0].mlp(torch.ones(2, 3, HIDDEN, requires_grad=True))
+            auto.model.layers[0].mlp(torch.ones(2, 3, HIDDEN, device=device(), requires_grad=True))
     except MultiLoraError as error:
         said["gradients"] = str(error)
     with torch.no_grad():
