@@ -156,13 +156,13 @@ def _take_whole(
                 f"{checkpoint.where}: {key.name} has the shape {shape}, the model's {name} has {known}. Is it an "
                 "adapter of another base, or of another size of it?"
             )
-    else:
-        tensor = base.table.read_base(name)
-        if not is_plain(tensor):
-            raise UnsupportedAdapterError(
-                f"{checkpoint.where}: {key.name} takes the place of {name}, unless it is a copy, and that cannot be "
-                "told: the model's own is quantised or offloaded, and can neither be compared nor replaced."
-            )
+    tensor = base.table.read_base(name)
+    if not is_plain(tensor):
+        raise UnsupportedAdapterError(
+            f"{checkpoint.where}: {key.name} takes the place of {name}, unless it is a copy, and that cannot be "
+            "told: the model's own is quantised or offloaded, and can neither be compared nor replaced."
+        )
+    if shape == known:
         assert tensor is not None
         same = same_numbers(checkpoint.read(key.name), gathered(tensor))
         if same is not None:

@@ -20,7 +20,9 @@ HERE = Path(__file__).parent
 WAIT_S = 240
 
 
-def start(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu") -> list[subprocess.Popen[str]]:
+def start(
+    scene: str, *arguments: str, ranks: int = 2, device: str = "cpu", file: str = "scenes.py"
+) -> list[subprocess.Popen[str]]:
     """Start the ranks; they end by themselves."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -35,17 +37,19 @@ def start(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu") -> l
         env["PYTHONPATH"] = os.pathsep.join(
             [str(HERE), str(HERE.parent), *env.get("PYTHONPATH", "").split(os.pathsep)]
         )
-        command = [sys.executable, str(HERE / "scenes.py"), scene, *arguments]
+        command = [sys.executable, str(HERE / file), scene, *arguments]
         processes.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         )
     return processes
 
 
-def play(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu") -> list[dict[str, Any]]:
+def play(
+    scene: str, *arguments: str, ranks: int = 2, device: str = "cpu", file: str = "scenes.py"
+) -> list[dict[str, Any]]:
     """What each rank found; fails where one of them does."""
     with tempfile.TemporaryDirectory() as folder:
-        processes = start(scene, *arguments, folder, ranks=ranks, device=device)
+        processes = start(scene, *arguments, folder, ranks=ranks, device=device, file=file)
         try:
             said = [process.communicate(timeout=WAIT_S)[0] for process in processes]
         finally:
