@@ -13,4 +13,5 @@ def follow_transformers() -> None:
     Otherwise `transformers.utils.logging.set_verbosity_error()` and TRANSFORMERS_VERBOSITY would mean nothing to it.
     A level or a handler that a user gives to `hf_multilora` itself counts as everywhere.
     """
-    getLogger("hf_multilora").parent = logging.get_logger("transformers")
+    logging.get_logger("transformers")  # its handler and its level are set when it is first asked for
+    getLogger("hf_multilora").parent = getLogger("transformers")
