@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from .adapters.dtensors import numbers_held
 from .adapters.shards import BlockShard
 from .adapters.targets import ExpertBlock
 from .dispatch import refusal
-from .parallel import numbers_held, seam_of, splits
+from .parallel import seam_of, splits
 
 _STYLES = ("MoeExpertsParallel", "EpDispatchExpertsParallel")
 _TORN = "a rank does not hold the same part of its experts' gate, up and down, so that adapters cannot follow"

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import dispatch
+from .adapters.dtensors import numbers_held
 from .adapters.shards import Ranges, Shard, ranges_of
 from .errors import ModelError
 
@@ -124,32 +125,6 @@ def shard_of(module: nn.Module, transposed: bool = False) -> Shard | None:
 
 def _ranges(weight: Any, dim: int) -> Ranges:
     return ranges_of(numbers_held(weight, dim))
-
-
-def numbers_held(weight: Any, dim: int) -> torch.Tensor:
-    """Which numbers of a dimension of a DTensor this rank holds: split as the weight is, without communication.
-
-    Raises:
-        ValueError: none.
-    """
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    mesh, placements = weight.device_mesh, []
-    for placement in weight.placements:
-        if placement.is_replicate():
-            placements.append(placement)
-        elif placement.dim % weight.ndim != dim:
-            placements.append(Replicate())
-        elif isinstance(placement, _StridedShard):
-            placements.append(_StridedShard(0, split_factor=placement.split_factor))
-        else:
-            placements.append(Shard(0))
-    numbers = torch.arange(weight.shape[dim], device=mesh.device_type)
-    found: torch.Tensor = distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local()
-    if not found.numel():
-        raise ValueError("this rank holds nothing of it: there are more ranks than it can be split over")
-    return found
 
 
 def whole(module: nn.Module) -> nn.Module:

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError, closest
-from .base import Base, gathered, is_plain
+from .base import Base, is_plain
 from .checkpoint import Checkpoint, TensorRef
 from .complete import saved_root, within
 from .config import AdapterSpec
+from .dtensors import gathered
 from .keys import Key, foreign_format
 from .plan import Readable, SavedParam
 from .targets import Part, TargetTable

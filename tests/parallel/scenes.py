@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers.distributed import DistributedConfig
 
 from hf_multilora import disable_multilora, enable_multilora
+from hf_multilora.adapters.dtensors import _summed as summed
 from hf_multilora.errors import ModelError, MultiLoraError
 
 NEW = 6
@@ -56,6 +57,7 @@ def saved(name: str, folder: str) -> tuple[Path, dict[str, Path]]:
     place, base = Path(folder), families(name)
     kinds = {**specs(FAMILIES[name])}
     kinds["dora"] = {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": list(FAMILIES[name].attention)}
+    kinds["dora_mlp"] = {**kinds["dora"], "target_modules": list(FAMILIES[name].mlp)}
     kinds["biased"] = {"r": 4, "lora_alpha": 8, "lora_bias": True, "target_modules": list(FAMILIES[name].mlp)}
     kinds["head"] = {
         "r": 2, "lora_alpha": 4, "target_modules": list(FAMILIES[name].attention), "modules_to_save": ["lm_head"],
@@ -103,6 +105,8 @@ def mixed(family: str, folder: str, plan: Mapping[str, str] | None = None) -> di
     parts = split(place, plan)
     with torch.no_grad():
         bare, beside = (parts(**on(prompts(rows, seed=seed))).logits for rows, seed in ((3, 3), (5, 0)))
+    own = dict(whole.named_parameters())
+    assert all(torch.equal(summed(p), own[name]) for name, p in parts.named_parameters() if hasattr(p, "placements"))
     shared = enable_multilora(parts, max_loras=4, **MODE)
     refused = {}
     for name, adapter in folders.items():
