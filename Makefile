@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint format docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -23,6 +23,10 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# The site, into site/. `make docs ARGS=serve` shows it in a browser and follows changes.
+docs: $(VENV)/.test
+	NO_MKDOCS_2_WARNING=true $(BIN)/mkdocs $(or $(ARGS),build --strict)
+
 # The stamps make a second run quick: an extra is installed again only when what it is made from changed.
 $(VENV)/.demo $(VENV)/.test: $(VENV)/.%: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[$*]'
@@ -34,4 +38,4 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

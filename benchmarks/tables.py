@@ -1,6 +1,6 @@
-"""The README's figures, from the newest runs in benchmarks/results: nothing there is typed by hand.
+"""The figures of the README and the docs, from the newest runs in benchmarks/results: nothing there is typed by hand.
 
-python benchmarks/tables.py --write     # puts them between the README's markers
+python benchmarks/tables.py --write     # puts them between the markers of both pages
 python benchmarks/tables.py             # prints them
 
 Figures that are compared stand in one run: each column of the decode table is one run, and so is each other table.
@@ -17,7 +17,7 @@ from typing import Any
 from hf_multilora.bench.results import Run, read_runs
 
 HERE = Path(__file__).parent
-README = HERE.parent / "README.md"
+PAGES = tuple(HERE.parent / name for name in ("README.md", "docs/figures.md"))
 START, END = "<!-- figures: python benchmarks/tables.py --write -->", "<!-- end of figures -->"
 ROWS = 32  # batch size of the decode table
 
@@ -365,14 +365,15 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into the README")
+    parser.add_argument("--write", action="store_true", help="put the tables into the README and docs/figures.md")
     block = f"{START}\n{table()}\n{END}"
     if not parser.parse_args().write:
         print(block)
         return
-    text = README.read_text()
-    start, end = text.index(START), text.index(END) + len(END)
-    README.write_text(text[:start] + block + text[end:])
+    for page in PAGES:
+        text = page.read_text()
+        start, end = text.index(START), text.index(END) + len(END)
+        page.write_text(text[:start] + block + text[end:])
 
 
 if __name__ == "__main__":

@@ -19,7 +19,10 @@ from .errors import (
 from .generation.streaming import BatchTextStreamer
 from .handle import MultiLora
 from .layers.registry import register_layer
+from .logs import follow_transformers
 from .report import LoadReport, Status
+
+follow_transformers()
 
 __all__ = [
     "AdapterExistsError",

@@ -12,6 +12,7 @@ from .generation.mixin import MultiLoraMixin, PartMixin
 from .handle import MultiLora, estimate
 from .layers import LoraLayer
 from .memory.layout import Layout
+from .parallel import agreement_of, parts_of
 from .peft_model import is_peft_layer, is_peft_model, take_over
 from .placement import place
 from .survey import survey
@@ -79,7 +80,8 @@ def estimate_memory(model: Any, config: MultiLoraConfig | None = None, **options
     config = _config(config, options)
     seen = survey(model, config)
     placed = place(model, seen.found, config)
-    return estimate(Layout.from_targets(seen.table.targets, placed.group_of), config, placed.dtype)
+    parts = parts_of(agreement_of(model), config.fully_sharded_loras)
+    return estimate(Layout.from_targets(seen.table.targets, placed.group_of, parts), config, placed.dtype)
 
 
 def _config(config: MultiLoraConfig | None, options: dict[str, Any]) -> MultiLoraConfig:
@@ -101,6 +103,9 @@ def _check_model(model: Any) -> None:
         raise ModelError("The model is enabled already. Call disable_multilora(model) first to choose other options.")
     if not isinstance(model, PreTrainedModel):
         hint = ""
+        inner = getattr(model, "model", None)
+        if isinstance(inner, PreTrainedModel):
+            hint = " Pass the model inside of it: enable_multilora(x.model)."
         if hasattr(model, "_orig_mod"):
             hint = " Enable the model first, then compile it: torch.compile(enable_multilora(model))."
         raise ModelError(f"Expected a transformers PreTrainedModel or a PeftModel, got {type(model).__name__}.{hint}")

@@ -26,6 +26,9 @@ class MultiLoraConfig:
         on_demand: load an unknown id that is a folder or holds a slash at first use.
         lora_dtype: dtype of the slots; "auto" follows the base weights, and where those are quantised what is not
             (embeddings, norms), else bfloat16.
+        fully_sharded_loras: of a tensor-parallel model: split over its ranks what the base's plan leaves whole of an
+            adapter, too (A of layers split by outputs, B of layers split by inputs). Slots get smaller, and each
+            split layer communicates once more.
         decode_graphs: decode with CUDA graphs and without a compiler where generate() would compile
             (`cache_implementation="static"`); the bits are those of uncompiled decoding.
         target_modules: suffixes (list) or a regex (str, full match) that narrow what is wrapped; None wraps all.
@@ -43,6 +46,7 @@ class MultiLoraConfig:
     lora_dtype: str | torch.dtype = "auto"
     target_modules: Sequence[str] | str | None = None
     decode_graphs: bool = False
+    fully_sharded_loras: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_loras", "max_lora_rank"):
@@ -58,8 +62,9 @@ class MultiLoraConfig:
             raise ConfigError(f"slot_bytes={self.slot_bytes}: expected a positive number of bytes, or None.")
         if self.extra_vocab_size < 0:
             raise ConfigError(f"extra_vocab_size={self.extra_vocab_size}: expected 0 or more columns.")
-        if not isinstance(self.decode_graphs, bool):
-            raise ConfigError(f"decode_graphs={self.decode_graphs!r}: expected True or False.")
+        for name in ("decode_graphs", "fully_sharded_loras"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False.")
         if isinstance(self.target_modules, (list, tuple)) and not self.target_modules:
             raise ConfigError("target_modules=[] would wrap nothing; leave it None to wrap every layer.")
         if self.lora_dtype != "auto":

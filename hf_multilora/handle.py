@@ -22,20 +22,17 @@ from .generation.graphs import Graphs
 from .generation.ids import BASE, Key, names_of
 from .generation.mixin import restore_parts, swap_class, swap_parts
 from .generation.warmup import warm_up
-from .inject import (
-    InstanceGuard,
-    decompress,
-)
+from .inject import InstanceGuard, decompress
 from .kernels import table as tuning_table
 from .memory.ahead import read_ahead
 from .memory.estimate import estimate_memory as estimate_layout
 from .memory.layout import Layout
 from .memory.registry import Loaded
 from .memory.store import AdapterStore
-from .parallel import agreement_of, alike
+from .parallel import Agreement, agreement_of, alike, parts_of
 from .peft_model import Takeover
 from .placement import place
-from .reading import Reader
+from .reading import Load, Reader
 from .report import AdapterStatus, LoadReport, LoadReports, Status
 from .routing import Routing
 from .spread import SpreadRouting, routings_of
@@ -63,7 +60,8 @@ class MultiLora:
         self._placement = place(model, self._survey.found, config)
         # Everything that can fail comes before the first change of the model.
         tuning_table.check()
-        self._layout = Layout.from_targets(self._survey.table.targets, self._placement.group_of)
+        agreement = agreement_of(model)
+        self._layout = self._layout_of(config, agreement)
         self.store = store or AdapterStore(self._layout, config, self._placement.devices, self._placement.dtype)
         devices = [arena.device for arena in self.store.arenas]
         adapters, spread = config.max_loras, self.store.spread
@@ -79,9 +77,10 @@ class MultiLora:
         )
         Reader.check(model, config)
         model.__dict__.pop("_compiled_call", None)
-        self.calls.agreement = agreement_of(model)
+        self.calls.agreement = agreement
         where = (self._layout, self._placement, self.store, self._routing)
-        self._wrapped = Wrapped(model, self._survey, *where, config.max_lora_rank, config.extra_vocab_size)
+        group = None if agreement is None else agreement.group
+        self._wrapped = Wrapped(model, self._survey, *where, config.max_lora_rank, config.extra_vocab_size, group)
         self._reader = Reader(model, self._survey.table, self._wrapped, self.store, self.calls, config)
         if config.decode_graphs:
             wrapped, order = self._wrapped, self.calls.order_streams
@@ -126,6 +125,7 @@ class MultiLora:
             if isinstance(source, Mapping):
                 raise ConfigError("Tensors in memory need a name: load(tensors, name, config=...).")
             name = os.fspath(source)
+        self.calls.check_quiet("an adapter is loaded")
         if self.calls.agreement is not None:
             self.calls.agreement.check("the adapter to load", name, _content(source), config, revision, subfolder)
         read = self._reader.of(
@@ -147,7 +147,7 @@ class MultiLora:
             entry = self.store.register(name, read, reload=reload, evictable=not in_memory)
             packed, about = entry.packed, entry.version.loaded
             ranks = {site: rank for site, rank in packed.ranks.items() if rank} if packed is not None else {}
-            facts += [name, entry.generation, about.fingerprint, ranks]
+            facts += [name, entry.tag, about.fingerprint, ranks]
         if self.calls.agreement is not None and packed is not None and packed.has_vectors:
             entry.version = replace(entry.version, evictable=False)  # to read it again would need all ranks at once
         return entry.report(hashed=False)
@@ -179,6 +179,7 @@ class MultiLora:
         """Read an adapter again, from `source` or from where it came; see `load`."""
         if source is not None:
             return self.load(source, name, reload=True, **options)
+        self.calls.check_quiet("an adapter is loaded")
         version = self.store.entry(name).version
         return self._register(name, version.load, True, not version.evictable)
 
@@ -198,6 +199,7 @@ class MultiLora:
             SlotError: called from inside of a call that uses it, which would wait for itself.
         """
         self._check_wait("unloaded")
+        self.calls.check_quiet("an adapter is unloaded")
         call = self.calls.current()
         if call is not None and call.lease is not None:
             busy = {n for key in call.lease.slots for n in names_of(key)}
@@ -215,6 +217,7 @@ class MultiLora:
         Raises:
             SlotError: every slot is pinned already.
         """
+        self.calls.check_quiet("an adapter is pinned")
         self.ensure(name)
         self._check_wait("pinned")
         self.store.pin(name)
@@ -228,6 +231,7 @@ class MultiLora:
 
     def unpin(self, name: str) -> None:
         """Let an adapter be evicted again."""
+        self.calls.check_quiet("an adapter is unpinned")
         self.store.unpin(name)
 
     def prefetch(self, names: str | Iterable[str]) -> None:
@@ -287,7 +291,12 @@ class MultiLora:
     def estimate_memory(self, **options: Any) -> dict[str, Any]:
         """Bytes of the slots as they are, or as they would be with other options."""
         config = replace(self.config, **options)
-        return estimate(self._layout, config, config.torch_dtype() or self.store.arena.dtype)
+        layout = self._layout_of(config, self.calls.agreement)
+        return estimate(layout, config, config.torch_dtype() or self.store.arena.dtype)
+
+    def _layout_of(self, config: MultiLoraConfig, agreement: Agreement | None) -> Layout:
+        parts = parts_of(agreement, config.fully_sharded_loras)
+        return Layout.from_targets(self._survey.table.targets, self._placement.group_of, parts)
 
     def ensure(self, name: str) -> None:
         """Load a name that is not registered yet, where on-demand loading allows it.
@@ -299,6 +308,7 @@ class MultiLora:
             self.store.entry(name)
             return
         self.check_loadable(name)
+        self.calls.check_quiet("an adapter is loaded")
         self.store.ensure(name, self._reader.of(name))
 
     def check_loadable(self, name: str) -> None:
@@ -354,6 +364,10 @@ class MultiLora:
                 if key not in ("multilora", "_compiled_call"):
                     twin.__dict__[key] = copy.deepcopy(hidden.get(key, value), memo)
             handle = MultiLora(twin, self.config, None, copy.deepcopy(self.store))
+            for name in handle.store.names():  # what reads them again is to compute with the copy's base
+                entry = handle.store.entry(name)
+                if isinstance(load := entry.version.load, Load):
+                    entry.version = replace(entry.version, load=replace(load, reader=handle._reader))
             handle.calls.default = self.calls.default
             handle._wrapped.wrap(self._wrapped.saved_paths())
             handle.calls.vocabulary = self.calls.vocabulary

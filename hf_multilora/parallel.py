@@ -7,6 +7,8 @@ rank's part of the weight, and the outputs are brought together. Adapters follow
     split by inputs (rowwise)    A is split; the delta is added to this rank's part of the sum, before transformers
                                  sums over the ranks: nothing more is communicated
     whole on the outside         (gathered heads, embeddings, replicated layers) A and B are whole on every rank
+
+Blocks of experts have a forward of this kind as well (`expert_shards`).
 """
 
 from __future__ import annotations
@@ -22,11 +24,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .adapters.shards import Ranges, Shard, length, ranges_of
+from . import dispatch
+from .adapters.dtensors import numbers_held
+from .adapters.shards import Ranges, Shard, ranges_of
 from .errors import ModelError
 
 _OWN = "original_forward"  # what transformers' forward calls the layer's own
-_WHOLE = {"EmbeddingParallel", "MlaKvAProjParallel"}  # whole on the outside, whatever is inside
+# whole on the outside, whatever is inside
+_WHOLE = {"EmbeddingParallel", "MlaKvAProjParallel", "EpRouterParallel"}
+# what they compute is a part of a sum over ranks
+_SUMS = {"RowwiseParallel", "MoeExpertsParallel", "EpDispatchExpertsParallel"}
 
 
 @dataclass(frozen=True)
@@ -38,23 +45,31 @@ class Seam:
         own: the layer's own.
         style: how the layer is split; None where that says nothing.
         mesh: of the ranks.
+        dispatch: what brings tokens to the experts of other ranks, where a block of experts has such (`dispatch`).
     """
 
     forward: FunctionType
     own: Callable[..., Any]
     style: Any
     mesh: Any
+    dispatch: Any = None
 
     @property
     def sums(self) -> bool:
-        """Whether ranks see parts of the inputs, and what they compute is summed."""
-        return any(kind.__name__ == "RowwiseParallel" for kind in type(self.style).__mro__)
+        """Whether what ranks compute is summed: they see parts of the inputs, or have some of the experts."""
+        return any(kind.__name__ in _SUMS for kind in type(self.style).__mro__)
 
-    def around(self, own: Callable[..., Any]) -> FunctionType:
-        """The same around another forward."""
+    def around(self, own: Callable[..., Any], moved: Callable[..., Any] | None = None) -> FunctionType:
+        """The same around another forward.
+
+        Args:
+            moved: called in its place where tokens were sent to other ranks.
+        """
         code, cells = self.forward.__code__, self.forward.__closure__ or ()
-        new = _cell(own)
-        closure = tuple(new if name == _OWN else cell for name, cell in zip(code.co_freevars, cells, strict=True))
+        new = {_OWN: _cell(own)}
+        if self.dispatch is not None:
+            new = {dispatch.HELD: _cell(dispatch.redirected(self.dispatch, own, moved or own))}
+        closure = tuple(new.get(name, cell) for name, cell in zip(code.co_freevars, cells, strict=True))
         forward = self.forward
         return FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, closure)
 
@@ -66,11 +81,14 @@ def _cell(value: Any) -> Any:
 def seam_of(module: nn.Module) -> Seam | None:
     """The seam of a layer, None where there is none."""
     forward = module.__dict__.get("forward")
-    if not isinstance(forward, FunctionType) or _OWN not in forward.__code__.co_freevars:
+    if not isinstance(forward, FunctionType) or not {_OWN, dispatch.HELD}.intersection(forward.__code__.co_freevars):
         return None
     cells = zip(forward.__code__.co_freevars, forward.__closure__ or (), strict=True)
     held = {name: cell.cell_contents for name, cell in cells}
-    return Seam(forward, held[_OWN], held.get("self"), held.get("mesh"))
+    if _OWN in held:
+        return Seam(forward, held[_OWN], held.get("self"), held.get("mesh"))
+    how = held[dispatch.HELD]
+    return Seam(forward, dispatch.own_forward(how), held.get("self"), held.get("ep_mesh"), how)
 
 
 def shard_of(module: nn.Module, transposed: bool = False) -> Shard | None:
@@ -97,34 +115,16 @@ def shard_of(module: nn.Module, transposed: bool = False) -> Shard | None:
     local: Any = getattr(style, "output_layouts", None)
     rank = seam.mesh.get_local_rank() if seam.mesh.ndim == 1 else seam.mesh.get_local_rank("tp")
     if "PackedColwiseParallel" in kinds or ("ColwiseParallel" in kinds and local.is_shard()):
-        return Shard(rank, rows=_held(weight, 1 if transposed else 0))
+        return Shard(rank, rows=_ranges(weight, 1 if transposed else 0))
     if "ColwiseParallel" in kinds and local.is_replicate():
         return None
     if seam.sums and local.is_replicate():
-        return Shard(rank, columns=_held(weight, 0 if transposed else 1))
+        return Shard(rank, columns=_ranges(weight, 0 if transposed else 1))
     raise ValueError(f"tensor parallelism splits it ({type(style).__name__}) in a way that adapters cannot follow")
 
 
-def _held(weight: Any, dim: int) -> Ranges:
-    """Which numbers of a dimension of a DTensor this rank holds: split as the weight is, without communication."""
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    mesh, placements = weight.device_mesh, []
-    for placement in weight.placements:
-        if placement.is_replicate():
-            placements.append(placement)
-        elif placement.dim % weight.ndim != dim:
-            placements.append(Replicate())
-        elif isinstance(placement, _StridedShard):
-            placements.append(_StridedShard(0, split_factor=placement.split_factor))
-        else:
-            placements.append(Shard(0))
-    numbers = torch.arange(weight.shape[dim], device=mesh.device_type)
-    found = ranges_of(distribute_tensor(numbers, mesh, placements, src_data_rank=None).to_local())
-    if not length(found):
-        raise ValueError("this rank holds nothing of it: there are more ranks than it can be split over")
-    return found
+def _ranges(weight: Any, dim: int) -> Ranges:
+    return ranges_of(numbers_held(weight, dim))
 
 
 def whole(module: nn.Module) -> nn.Module:
@@ -136,16 +136,24 @@ def whole(module: nn.Module) -> nn.Module:
     return twin
 
 
+def number_of(*facts: Any) -> int:
+    """A number of 56 bits that differs where facts do, the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big")
+
+
 class Agreement:
     """Sees that all ranks do the same with adapters; without it they would wait for each other, or add up different
     adapters' parts.
 
     Args:
         mesh: of the ranks.
+
+    Attributes:
+        group: the ranks.
     """
 
     def __init__(self, mesh: Any) -> None:
-        self._group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
+        self.group = mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
         self._device = mesh.device_type
 
     def check(self, what: str, *facts: Any) -> None:
@@ -154,15 +162,14 @@ class Agreement:
         Raises:
             ModelError: they do not.
         """
-        digest = hashlib.sha256(repr(facts).encode()).digest()
-        number = int.from_bytes(digest[:7], "big")
+        number = number_of(*facts)
         both = torch.tensor([number, -number], device=self._device)
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=self._group)
+        dist.all_reduce(both, dist.ReduceOp.MAX, group=self.group)
         high, low = both.tolist()
         if high != -low:
             raise ModelError(
                 f"The ranks of this tensor-parallel model do not agree about {what}: each must load, unload and name "
-                f"the same adapters in the same order. Here it is {facts!r}."
+                f"the same adapters in the same order. Here it is {str(facts)[:2000]}."
             )
 
     @contextmanager
@@ -185,6 +192,23 @@ def agreement_of(model: nn.Module) -> Agreement | None:
     return None if mesh is None else Agreement(mesh)
 
 
+def parts_of(agreement: Agreement | None, fully_sharded: bool) -> int:
+    """Over how many ranks adapters are fully sharded; 1: they are not.
+
+    Raises:
+        ModelError: they are to be, and no ranks share the model.
+    """
+    if not fully_sharded:
+        return 1
+    parts = 1 if agreement is None else dist.get_world_size(agreement.group)
+    if parts == 1:
+        raise ModelError(
+            "fully_sharded_loras=True splits adapters over the ranks of a tensor-parallel model, and this one is not "
+            "shared by several: load it with a tp_plan over as many processes, or leave the option out."
+        )
+    return parts
+
+
 @contextmanager
 def alike(agreement: Agreement | None, what: str) -> Iterator[list[Any]]:
     """`Agreement.of`, where there are ranks."""
@@ -198,11 +222,11 @@ def alike(agreement: Agreement | None, what: str) -> Iterator[list[Any]]:
 def shared(module: nn.Module) -> bool:
     """Whether ranks share what a module computes, so that nobody could replace it as a whole."""
     try:
-        return shard_of(module) is not None
+        return splits(module) or shard_of(module) is not None
     except ValueError:
         return True
 
 
 def splits(block: nn.Module) -> bool:
-    """Whether ranks share the stacked weights of a block of experts, by tensor or expert parallelism."""
-    return seam_of(block) is not None or any(hasattr(p, "device_mesh") for p in block.parameters(recurse=False))
+    """Whether ranks share stacked weights: those of a block of experts."""
+    return any(p is not None and p.dim() == 3 and hasattr(p, "device_mesh") for p in block._parameters.values())

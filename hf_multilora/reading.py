@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,31 @@ from .memory.registry import Loaded
 from .memory.store import AdapterStore
 from .parallel import shared
 from .wrapped import Wrapped
+
+
+@dataclass(frozen=True, eq=False)
+class Load:
+    """Reads one adapter, the first time and whenever it was dropped from host memory.
+
+    Args:
+        reader: of the model that it is for.
+        source: folder, hub id, or a list of one dictionary of tensors: that is emptied, since the packed block is what
+            stays.
+        options: of `load_plan`.
+    """
+
+    reader: Reader
+    source: Any
+    options: Mapping[str, Any]
+
+    def __call__(self) -> Loaded:
+        if not isinstance(self.source, list):
+            return self.reader.read(self.source, self.options)
+        if not self.source:
+            raise ModelError("This adapter was given as tensors, which are gone: pass them again to reload it.")
+        loaded = self.reader.read(self.source[0], self.options)
+        self.source.clear()
+        return loaded
 
 
 class Reader:
@@ -58,37 +83,23 @@ class Reader:
                 "vocabulary to its logits, which leaves no room for tokens of adapters. Leave extra_vocab_size=0."
             )
 
-    def of(self, source: Any, **options: Any) -> Callable[[], Loaded]:
-        """What reads an adapter, the first time and whenever it was dropped from host memory.
+    def of(self, source: Any, **options: Any) -> Load:
+        """What reads an adapter.
 
         Args:
             source: folder, hub id, or tensors by name.
             options: of `load_plan`.
         """
-        read = (
-            self._read_once([dict(source)]) if isinstance(source, Mapping) else functools.partial(self._read, source)
-        )
-        return functools.partial(read, max_lora_rank=self._config.max_lora_rank, **options)
+        return Load(self, [dict(source)] if isinstance(source, Mapping) else source, options)
 
     def base_dtype(self, path: str, name: str) -> torch.dtype | None:
         """dtype of a parameter of the base model; what adapters save of it is kept in the same."""
         parameter = self._table.read_base(f"{path}.{name}" if path else name)
         return None if parameter is None else parameter.dtype
 
-    def _read_once(self, box: list[dict[str, torch.Tensor]]) -> Callable[..., Loaded]:
-        """A loader of tensors in memory that lets go of them: the packed block is what stays."""
-
-        def read(**options: Any) -> Loaded:
-            if not box:
-                raise ModelError("This adapter was given as tensors, which are gone: pass them again to reload it.")
-            loaded = self._read(box[0], **options)
-            box.clear()
-            return loaded
-
-        return read
-
-    def _read(self, source: Any, **options: Any) -> Loaded:
-        with load_plan(source, self._table, **options) as plan:
+    def read(self, source: Any, options: Mapping[str, Any]) -> Loaded:
+        """Read an adapter now; arguments as of `of`."""
+        with load_plan(source, self._table, max_lora_rank=self._config.max_lora_rank, **options) as plan:
             self._check(plan)
             saved = self._with_tied(plan)
             packed = self._store.pack(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -16,13 +16,14 @@ from .adapters.targets import ExpertBlock, Target, TargetTable
 from .blocks import block_of, is_router, replaced
 from .config import MultiLoraConfig
 from .errors import ConfigError, ModelError, closest
+from .expert_shards import block_shard
 from .layers import LoraLayer, experts, wrapper_for
 from .layers.dequant import dequantised
 from .layers.hooks import offloaded
 from .layers.linear import LoraHead, LoraLinear
 from .layers.quantised import acts_as_linear
 from .layers.router import LoraRouter
-from .parallel import shard_of, splits
+from .parallel import shard_of
 from .sources import outside_of_text, refusal, scattered, slices
 
 
@@ -87,9 +88,14 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
         reason = refusal(path, parent, name, module, outside)
         if block is not None or wrapper is LoraRouter:
             reason = reason or replaced(parent)
-        if block is not None and reason is None and splits(module):
-            reason = "ranks share its experts, over which adapters are not served (tensor or expert parallelism)"
         if block is not None:
+            if reason is None:
+                try:
+                    block = replace(block, shard=block_shard(module, block))
+                except ValueError as error:
+                    reason = str(error)
+            if block.shard is not None and config.fully_sharded_loras:
+                reason = "fully_sharded_loras=True is not for experts that ranks share: leave the option out"
             blocks[path] = block
             if reason is not None:
                 refused[path] = reason

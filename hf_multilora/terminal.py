@@ -42,10 +42,11 @@ def progress() -> Iterator[Show]:
     """A bar that shows one step at a time."""
     from transformers.utils import logging
 
+    shown = notes.is_terminal and logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # one bar is enough
     columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()
     more = TextColumn("{task.fields[note]}"), TimeElapsedColumn()
-    with Progress(*columns, *more, console=notes, transient=True, disable=not notes.is_terminal) as bar:
+    with Progress(*columns, *more, console=notes, transient=True, disable=not shown) as bar:
         task = bar.add_task("", note="")
 
         def show(label: str, done: int, total: int, note: str = "") -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,11 +14,12 @@ from .errors import ModelError
 from .inject import check_containers, check_intact, containers, saved_layer, swap_in, swap_out
 from .kernels.experts_op import ExpertsOp, projections_of
 from .kernels.ops import EmbeddingOp, LinearOp, Workspace
+from .kernels.sharded import InputsOp, OutputsOp, Ranks
 from .layers import LoraLayer
 from .layers.embedding import LoraEmbedding
 from .layers.linear import LoraHead, may_group
 from .layers.siblings import form_groups
-from .memory.layout import Layout
+from .memory.layout import Layout, Site
 from .memory.store import AdapterStore
 from .placement import Placement, devices_now
 from .routing import Routing
@@ -37,6 +39,7 @@ class Wrapped:
         routing: of the model's calls.
         max_rank: the most ranks of an adapter.
         extra: tokens of adapters beyond the base vocabulary.
+        group: of the ranks over which the layout is fully sharded.
 
     Attributes:
         by_path: the wrappers.
@@ -54,10 +57,12 @@ class Wrapped:
         routing: Routing | SpreadRouting,
         max_rank: int,
         extra: int,
+        group: Any = None,
     ) -> None:
         self._model, self._survey, self._layout, self._placement = model, found, layout, placement
         self._store, self._routings = store, routings_of(routing)
         self._max_rank, self._extra = max_rank, extra
+        self._ranks = Ranks(group) if layout.tables > 1 else None
         self._lock = threading.Lock()
         self._dispatched = model.__dict__.get("_hf_hook")
         self.tied = tied_groups(model)
@@ -79,7 +84,7 @@ class Wrapped:
             where = (arena.data, arena.meta, arena.floats, arena.slot_elems, arena.zero_off)
             if target.kind == "experts":
                 sites = frozenset(range(first, first + len(targets)))
-                projections = projections_of(self._survey.table.blocks[path], first)
+                projections = projections_of(self._survey.table.blocks[path].local, first)
                 wrapper.bind(sites, ExpertsOp(*where, *projections, self._max_rank, workspace))
                 continue
             common = (*where, first)
@@ -88,8 +93,7 @@ class Wrapped:
                 op = EmbeddingOp(*common, target.out_features, self._max_rank, workspace)
             else:
                 here = [self._layout.site(target.path, i) for i in range(len(target.widths))]
-                widths = tuple(site.out_features for site in here)
-                op = LinearOp(*common, here[0].in_features, widths, self._max_rank, workspace)
+                op = self._linear(common, here, workspace)
             wrapper.bind(frozenset(range(first, first + len(target.widths))), op)
         for routing in self._routings:
             form_groups((item for item in self._single_places() if item[2]._routing is routing), routing)
@@ -108,6 +112,16 @@ class Wrapped:
         for wrapper in self.by_path.values():
             if isinstance(wrapper, LoraEmbedding):
                 wrapper.positions = wrapper is not tokens and wrapper._path not in tied
+
+    def _linear(self, where: tuple[Any, ...], sites: Sequence[Site], workspace: Workspace) -> LinearOp:
+        given = (*where, sites[0].in_features, [site.out_features for site in sites], self._max_rank, workspace)
+        if sites[0].parts == 1:
+            return LinearOp(*given)
+        arena = self._store.arena
+        more: dict[str, Any] = {"sites": self._layout.n_sites, "ranks": self._ranks, "vectors": lambda: arena.vectors}
+        if sites[0].columns is None:
+            return OutputsOp(*given, **more)
+        return InputsOp(*given, spans=[site.span for site in sites], **more)
 
     def wrap(self, paths: Iterable[str]) -> None:
         """Put wrappers around modules that adapters save as a whole, where there are none yet."""

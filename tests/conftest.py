@@ -45,9 +45,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
-    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "gpu" in getattr(r, "keywords", ())]
+    skipped = [r for r in terminalreporter.stats.get("skipped", []) if "needs a CUDA device" in str(r.longrepr)]
     if skipped:
         terminalreporter.write_line(f"{len(skipped)} GPU tests skipped: needs a CUDA device", yellow=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _messages_reach_caplog() -> None:
+    """transformers' logger, which the package's are below, hands on what it is told only where CI is set."""
+    from transformers.utils import logging
+
+    logging.enable_propagation()
 
 
 @pytest.fixture(scope="session")

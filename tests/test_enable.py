@@ -221,6 +221,25 @@ def test_deepcopy_is_independent() -> None:
     assert relative_error(logits(model, adapter_ids="r3"), logits(alone("llama", "r16"))) <= 1e-5
 
 
+def test_a_copy_reads_for_itself(tmp_path: Path) -> None:
+    """What was dropped from host memory is read again for the copy's own base; the first model may go."""
+    model = enable_multilora(FAMILIES["llama"].build(), max_lora_rank=16, max_loras=1, max_cpu_loras=1)
+    config = {"r": 4, "use_dora": True, "target_modules": ["q_proj", "down_proj"]}
+    make_adapter(FAMILIES["llama"].build(), tmp_path, 3, **config)
+    for name, folder in (("dora", tmp_path), ("other", adapters("llama")["r8"])):
+        model.load_adapter(folder, adapter_name=name)
+    twin, first = copy.deepcopy(model), weakref.ref(model)
+    del model
+    gc.collect()
+    assert first() is None
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.mul_(1.5)
+        got = twin(**prompts(2), adapter_ids="dora").logits
+        twin.load_adapter(tmp_path, adapter_name="dora", reload=True)
+        assert torch.equal(got, twin(**prompts(2), adapter_ids="dora").logits)
+
+
 @pytest.mark.parametrize("cast", [lambda model: model.to(torch.bfloat16), lambda model: model.bfloat16()])
 def test_dtype_afterwards(cast: Callable[[PreTrainedModel], PreTrainedModel]) -> None:
     model = cast(enabled("llama", ["r8", "r3"]))

@@ -1,4 +1,4 @@
-"""The README's figures are those of the result files, and nothing else; so are the plots."""
+"""The figures of the README and the docs are those of the result files, and nothing else; so are the plots."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ def scripts(monkeypatch):
     return importlib.import_module
 
 
-def test_the_readme_shows_the_result_files(scripts):
+def test_the_pages_show_the_result_files(scripts):
     tables = scripts("tables")
     block = f"{tables.START}\n{tables.table()}\n{tables.END}"
     assert " ms |" in block
-    assert block in (ROOT / "README.md").read_text(), "run: python benchmarks/tables.py --write"
+    assert [page.name for page in tables.PAGES] == ["README.md", "figures.md"]
+    for page in tables.PAGES:
+        assert block in page.read_text(), f"{page.name}: run python benchmarks/tables.py --write"
 
 
 ABOUT = {"device": "NVIDIA H200", "cuda": "13.0", "torch": "2.11.0", "transformers": "5.17.0"}

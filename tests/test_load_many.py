@@ -49,13 +49,13 @@ def model() -> Any:
 def test_several_are_read_at_once(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_multilora.memory.ahead.cores", lambda: 16)
     handle = model.multilora
-    read, barrier = type(handle._reader)._read, threading.Barrier(2)
+    read, barrier = type(handle._reader).read, threading.Barrier(2)
 
-    def meeting(self: Any, source: Any, **options: Any) -> Any:
+    def meeting(self: Any, source: Any, options: Any) -> Any:
         barrier.wait(30)
-        return read(self, source, **options)
+        return read(self, source, options)
 
-    monkeypatch.setattr(type(handle._reader), "_read", meeting)
+    monkeypatch.setattr(type(handle._reader), "read", meeting)
     names = ["r8", "r3", "r1", "r16"]
     reports = handle.load_many({name: adapters()[name] for name in names})
     assert list(reports) == names == list(handle.adapters)

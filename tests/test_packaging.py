@@ -1,4 +1,4 @@
-"""What a user installs: one version, the extras, the tested set, and the files that must travel with the wheel."""
+"""What a user installs: one version, the extras, the tested set. What is built is in test_wheel.py."""
 
 from __future__ import annotations
 
@@ -30,14 +30,9 @@ def normal(name: str) -> str:
 
 def test_version_comes_from_one_place():
     assert metadata.version("hf-multilora") == __version__
-
-
-def test_tables_of_block_sizes_travel_with_the_wheel():
-    hatchling = pytest.importorskip("hatchling.builders.wheel")
-    files = hatchling.WheelBuilder(str(ROOT)).recurse_included_files()
-    assert "hf_multilora/kernels/tables/nvidia_h200.json" in {
-        Path(file.distribution_path).as_posix() for file in files
-    }
+    files = [*(ROOT / "hf_multilora").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.*")]
+    naming = [path.name for path in files if path.is_file() and __version__ in path.read_text(encoding="utf-8")]
+    assert naming == ["_version.py"]
 
 
 def test_core_needs_no_peft_and_triton_only_on_linux():
@@ -51,9 +46,9 @@ def test_extra_exists(extra: str):
     assert any(r.marker and r.marker.evaluate({"extra": extra}) and "extra" in str(r.marker) for r in requirements())
 
 
-def test_everything_that_tests_and_demo_install_is_pinned():
+def test_everything_that_tests_docs_and_demo_install_is_pinned():
     known = pins()
-    for extra in ("demo", "test"):
+    for extra in ("demo", "docs", "test"):
         for r in requirements():
             if r.marker is None or r.marker.evaluate({"extra": extra}):
                 name = normal(r.name)

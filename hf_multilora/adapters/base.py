@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import UnsupportedAdapterError
+from .dtensors import gathered
 from .plan import Readable
 from .targets import Part, TargetTable
 
@@ -18,11 +19,6 @@ def is_plain(tensor: torch.Tensor | None) -> bool:
     if tensor is None or tensor.is_meta or not tensor.is_floating_point() or tensor.element_size() == 1:
         return False
     return type(tensor).__module__.partition(".")[0] == "torch"
-
-
-def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter as a whole. Where ranks share it all of them must ask: they load the same adapters in one order."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,8 @@ def gathered_factors(
     table: TargetTable,
     converted: Counter[str],
 ) -> list[Factor]:
-    """One block's factors: each projection's experts stacked, with zeros for those that have none.
+    """One block's factors: each projection's experts stacked, with zeros for those that have none. Where ranks share
+    the block these are this rank's; the rank of the factors is that of all ranks' experts.
 
     Args:
         projections: "gate_proj", "up_proj", "down_proj" or "gate_up_proj" -> expert -> its factors.
@@ -51,18 +52,18 @@ def gathered_factors(
         inside = block.intermediate if down else block.hidden
         out = block.hidden if down else block.intermediate * (2 if name == "gate_up_proj" else 1)
         scales = _check(block, name, pairs, inside, out, checkpoint, spec, table)
-        numbers = range(block.experts)
+        numbers = block.held
         refs_a = tuple(pairs[i].ref(checkpoint, "a") if i in pairs else None for i in numbers)
         refs_b = tuple(pairs[i].ref(checkpoint, "b") if i in pairs else None for i in numbers)
-        rank = max(ref.shape[0] for ref in refs_a if ref is not None)
+        rank = max(checkpoint.infos[pair.a.name].shape[0] for pair in pairs.values())
         same = len(set(scales.values())) == 1
         scaling = next(iter(scales.values())) if same else 1.0
         by_expert = () if same else tuple(scales.get(i, 1.0) for i in numbers)
-        for target, widths in block.rows_of(name):
-            width = len(range(*widths)) if widths[1] else out
+        columns = block.columns_of(name)
+        for target, rows in block.rows_of(name):
             a, b = shared(
-                Gathered(refs_a, rank, inside, rank_last=False),
-                Gathered(refs_b, rank, width, rank_last=True, scales=by_expert, widths=widths),
+                Gathered(refs_a, rank, _width(columns, inside), rank_last=False, widths=columns),
+                Gathered(refs_b, rank, _width(rows, out), rank_last=True, scales=by_expert, widths=rows),
             )
             factors.append(Factor(f"{block.path}.{target}", 0, "experts", rank, scaling, a, b))
         converted["factors of single experts, stacked by projection"] += 1
@@ -70,6 +71,10 @@ def gathered_factors(
         if lacking:
             converted[f"{name} of a block: {lacking} of {block.experts} experts have no factors, and stay zero"] += 1
     return factors
+
+
+def _width(taken: tuple[int, int, int], width: int) -> int:
+    return len(range(*taken)) if taken[1] else width
 
 
 def _check(

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, TensorRef
 from .config import AdapterSpec
 from .convert import Pair, check_matrix, checked_name
 from .experts_2d import stem
 from .plan import Factor
-from .stacks import Stack, shared
+from .stacks import Held, Stack, shared
 from .targets import ExpertBlock, ExpertPlace
 
 _VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(\.dev|[ab.]|rc)?")
@@ -84,9 +84,19 @@ def named_factor(block: ExpertBlock, name: str, pair: Pair, checkpoint: Checkpoi
     if not (a.dtype.is_floating_point and b.dtype.is_floating_point):
         raise AdapterFormatError(f"{where}: {pair.a.name} has the dtype {a.dtype}: expected floating-point factors.")
     scaling = spec.scaling(checked_name(pair, rank, spec, where), rank)
-    return Factor(
-        f"{block.path}.{name}", 0, "experts", rank, scaling, pair.ref(checkpoint, "a"), pair.ref(checkpoint, "b")
-    )
+    ((_, rows),) = block.rows_of(name)
+    parts = [
+        _held(block, pair.ref(checkpoint, which), dim, widths)
+        for which, dim, widths in (("a", 2, block.columns_of(name)), ("b", 1, rows))
+    ]
+    return Factor(f"{block.path}.{name}", 0, "experts", rank, scaling, *parts)
+
+
+def _held(block: ExpertBlock, ref: TensorRef, dim: int, widths: tuple[int, int, int]) -> TensorRef | Held:
+    """What this rank has of a stack; `widths` of the dimension `dim`."""
+    if ref.shape[0] == block.experts > len(block.held):
+        ref = replace(ref, rows=(block.held.start, block.held.stop))
+    return Held(ref, dim, widths[:2]) if widths[1] else ref
 
 
 def _readings(whole: Sequence[Stacked], checkpoint: Checkpoint, spec: AdapterSpec) -> list[tuple[Stacked, Reading]]:
@@ -191,11 +201,15 @@ def _factors(
     rows, columns = Stack(ref_a, of_a, on_rows=True), Stack(ref_b, of_b, on_rows=False, expert_first=spec.expert_first)
     a, b = (columns, rows) if reading.flipped else (rows, columns)
     b = replace(b, rank_last=True)
-    held = "down_proj" if reading.down else "gate_up_proj" if block.has_gate else "up_proj"
-    parts = [(name, a, replace(b, widths=widths)) for name, widths in block.rows_of(held)]
+    projection = "down_proj" if reading.down else "gate_up_proj" if block.has_gate else "up_proj"
+    a, b = (replace(stack, held=block.held) for stack in (a, b))
+    a = replace(a, widths=block.columns_of(projection))
+    parts = [(name, a, replace(b, widths=widths)) for name, widths in block.rows_of(projection)]
     if len(parts) == 2 and rank % 2 == 0 and not reading.flipped:
         half = rank // 2
-        if parts[0][2].zero_at(half, rank) and parts[1][2].zero_at(0, half):
+        # of all ranks' experts, so that ranks which share the block agree
+        gate, up = (replace(b, widths=widths, held=None) for _, widths in block.whole.rows_of(projection))
+        if gate.zero_at(half, rank) and up.zero_at(0, half):
             pieces = ((0, half), (half, rank))
             parts = [
                 (name, replace(a, ranks=ranks), replace(b, ranks=ranks))

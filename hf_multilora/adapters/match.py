@@ -159,7 +159,9 @@ def _check_roles(keys: list[Key], spec: AdapterSpec, where: str) -> None:
     others = any(key.role in ("tokens", "param") for key in keys) and (spec.token_indices or spec.modules_to_save)
     if not others and not any(key.role in FACTORS for key in keys):
         if not keys:
-            raise AdapterFormatError(f"{where}: holds no tensor at all.")
+            raise AdapterFormatError(
+                f"{where}: holds no tensor at all. Copy it again, or save the adapter again where it was trained."
+            )
         owner = foreign_format(keys[0].name)
         hint = f" They look like {owner}, not PEFT's LoRA." if owner else " Is it a full model, or merged already?"
         names = some(dict.fromkeys(key.name for key in keys))

@@ -34,7 +34,8 @@ class Factor:
     linear: a.read() is [rank, in], b.read() is [width of the slice, rank].
     embedding: a.read() is [rank, V], b.read() is [d, rank].
     experts: a.read() is [E, rank, in], b.read() is [E, width, rank], where a first dimension of 1 stands for all
-    experts; no gain, no shift. An expert that was not trained has zeros.
+    experts; no gain, no shift. An expert that was not trained has zeros. Where ranks share the block, E and the
+    intermediate width are this rank's.
 
     Args:
         path, slice: the site.

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 import torch
 
 from ..errors import AdapterFormatError, AdapterMatchError, UnsupportedAdapterError, closest
-from .base import Base, gathered, is_plain
+from .base import Base, is_plain
 from .checkpoint import Checkpoint, TensorRef
 from .complete import saved_root, within
 from .config import AdapterSpec
+from .dtensors import gathered
 from .keys import Key, foreign_format
 from .plan import Readable, SavedParam
 from .targets import Part, TargetTable
@@ -156,13 +157,13 @@ def _take_whole(
                 f"{checkpoint.where}: {key.name} has the shape {shape}, the model's {name} has {known}. Is it an "
                 "adapter of another base, or of another size of it?"
             )
-    else:
-        tensor = base.table.read_base(name)
-        if not is_plain(tensor):
-            raise UnsupportedAdapterError(
-                f"{checkpoint.where}: {key.name} takes the place of {name}, unless it is a copy, and that cannot be "
-                "told: the model's own is quantised or offloaded, and can neither be compared nor replaced."
-            )
+    tensor = base.table.read_base(name)
+    if not is_plain(tensor):
+        raise UnsupportedAdapterError(
+            f"{checkpoint.where}: {key.name} takes the place of {name}, unless it is a copy, and that cannot be "
+            "told: the model's own is quantised or offloaded, and can neither be compared nor replaced."
+        )
+    if shape == known:
         assert tensor is not None
         same = same_numbers(checkpoint.read(key.name), gathered(tensor))
         if same is not None:
@@ -274,4 +275,7 @@ def _stranger(key: Key, path: str, spec: AdapterSpec, checkpoint: Checkpoint, ta
         )
     owner = foreign_format(key.name)
     hint = f" It looks like {owner}, not PEFT's LoRA." if owner else closest(path, table.modules)
-    return AdapterMatchError(f"{where}: {key.name} belongs to nothing in the model, and would be left over.{hint}")
+    return AdapterMatchError(
+        f"{where}: {key.name} belongs to nothing in the model, and would be left over.{hint} Was it trained on "
+        "another base? If it is no part of the adapter, save the file without it."
+    )

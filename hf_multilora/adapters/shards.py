@@ -1,4 +1,4 @@
-"""Shards: which rows and columns of a layer's weight one rank of a tensor-parallel model holds. Plain data."""
+"""Shards: what of a layer's weight, or of a block of experts, one rank of a model holds. Plain data."""
 
 from __future__ import annotations
 
@@ -22,6 +22,19 @@ class Shard:
     rank: int
     rows: Ranges | None = None
     columns: Ranges | None = None
+
+
+@dataclass(frozen=True)
+class BlockShard:
+    """What one rank holds of a block of experts, as (start, stop) among all of them.
+
+    Args:
+        experts: numbers of its experts.
+        intermediate: of the intermediate width: outputs of gate and up, inputs of down.
+    """
+
+    experts: tuple[int, int]
+    intermediate: tuple[int, int]
 
 
 def ranges_of(numbers: torch.Tensor) -> Ranges:

@@ -185,7 +185,9 @@ def _no_weights(folder: Path, names: list[str]) -> str:
             f"{folder}: only the sharded training state ({', '.join(sorted(sharded))}) is here. Gather it with "
             "save_pretrained (DeepSpeed: zero_to_fp32.py; FSDP: FULL_STATE_DICT)."
         )
-    found = f" Found: {', '.join(loose)}; rename it if it is the adapter." if loose else ""
+    found = " Copy them from where it was trained."
+    if loose:
+        found = f" Found: {', '.join(loose)}; rename it if it is the adapter."
     return f"{folder}: {CONFIG} without weights: none of {', '.join(WEIGHTS)}.{found}"
 
 

@@ -35,6 +35,7 @@ class Stack:
         ranks: (start, stop) of each expert's ranks; stop 0: all.
         rank_last: give [E, width, rank] rather than [E, rank, width].
         one: give the first expert's alone, for all have the same.
+        held: numbers of the experts that are taken, where the matrix has a factor for each; None: all.
     """
 
     ref: TensorRef
@@ -45,6 +46,7 @@ class Stack:
     ranks: tuple[int, int] = (0, 0)
     rank_last: bool = False
     one: bool = False
+    held: range | None = None
 
     @property
     def rank(self) -> int:
@@ -58,9 +60,15 @@ class Stack:
         return range(start, stop or self.ref.shape[1 if self.on_rows else 0], step)
 
     @property
+    def numbers(self) -> range:
+        """The experts that are taken."""
+        taken = range(self.experts) if self.held is None or self.experts == 1 else self.held
+        return taken[:1] if self.one else taken
+
+    @property
     def shape(self) -> tuple[int, ...]:
         rank, width = (self.ranks[1] - self.ranks[0]) or self.rank, len(self.places)
-        return (1 if self.one else self.experts, *((width, rank) if self.rank_last else (rank, width)))
+        return (len(self.numbers), *((width, rank) if self.rank_last else (rank, width)))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,33 +78,43 @@ class Stack:
         """The same as bytes, where they lie one after the other."""
         if not self.on_rows or self.rank_last or self.ranks[1] or self.widths != _ALL:
             return None
-        found = (self._of_expert(0) if self.one else self.ref).stored()
+        found = self._taken().stored()
         return None if found is None else replace(found, shape=self.shape)
 
     def read(self) -> torch.Tensor:
         """The stack, in the dtype of the file; it may be a view: do not write to it."""
         ranks = slice(*self.ranks) if self.ranks[1] else slice(None)
         if self.on_rows:
-            matrix = (self._of_expert(0) if self.one else self.ref).read()
+            matrix = self._taken().read()
             stack = matrix.reshape(self.shape[0], self.rank, matrix.shape[1])
             stack = stack[:, ranks, slice(self.places.start, self.places.stop, self.places.step)]
             return stack.transpose(1, 2) if self.rank_last else stack
         rows = self._rows(self.places.start, self.places.stop)[:: self.places.step]
-        stack = self._by_expert(rows)[: self.shape[0], :, ranks]
+        stack = self._by_expert(rows)[:, :, ranks]
         return stack if self.rank_last else stack.transpose(1, 2)
 
     def same_for_all(self) -> bool:
         """Whether all experts have the same factor; reads no further than the first difference."""
-        if self.experts == 1 or self.one:
+        if len(self.numbers) == 1:
             return True
         if self.on_rows:
-            first = self._of_expert(0).read()
-            return all(torch.equal(first, self._of_expert(i).read()) for i in range(1, self.experts))
+            first, *others = (self._of_expert(i) for i in self.numbers)
+            factor = first.read()
+            return all(torch.equal(factor, other.read()) for other in others)
         return all(bool((stack == stack[:1]).all()) for stack in self._pieces())
 
     def zero_at(self, start: int, stop: int) -> bool:
         """Whether the ranks [start, stop) of every expert are zeros, in a matrix with experts in its columns."""
         return not any(bool(stack[:, :, start:stop].any()) for stack in self._pieces())
+
+    def _taken(self) -> TensorRef:
+        """The rows of the experts that are taken."""
+        numbers = self.numbers
+        return (
+            self.ref
+            if len(numbers) == self.experts
+            else self._ref(numbers[0] * self.rank, (numbers[-1] + 1) * self.rank)
+        )
 
     def _of_expert(self, i: int) -> TensorRef:
         return self._ref(i * self.rank, (i + 1) * self.rank)
@@ -109,9 +127,10 @@ class Stack:
 
     def _by_expert(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of a matrix with experts in its columns, as [E, rows, rank]."""
+        numbers = slice(self.numbers.start, self.numbers.stop)
         if self.expert_first:
-            return rows.reshape(len(rows), self.experts, self.rank).permute(1, 0, 2)
-        return rows.reshape(len(rows), self.rank, self.experts).permute(2, 0, 1)
+            return rows.reshape(len(rows), self.experts, self.rank).permute(1, 0, 2)[numbers]
+        return rows.reshape(len(rows), self.rank, self.experts).permute(2, 0, 1)[numbers]
 
     def _pieces(self) -> Iterator[torch.Tensor]:
         """The places of a matrix with experts in its columns, [E, rows, rank]: one row at first, then many at once."""
@@ -133,7 +152,7 @@ class Gathered:
         width: of the other dimension.
         rank_last: B.
         scales: what each is multiplied by; empty: nothing.
-        widths: (start, stop, step) of the rows that are taken of each B; stop 0: all.
+        widths: (start, stop, step) of the rows of each B, or the columns of each A, that are taken; stop 0: all.
         one: give the first expert's alone, for all that there are have the same.
     """
 
@@ -173,14 +192,47 @@ class Gathered:
     def same_for_all(self) -> bool:
         """Whether all experts that have factors have the same; reads no further than the first difference."""
         refs = [ref for ref in self.refs if ref is not None]
-        if self.scales or len({(ref.shape, ref.dtype) for ref in refs}) > 1:
+        if self.scales or len({(ref.shape, ref.dtype) for ref in refs}) != 1:
             return False
         first = self._matrix(refs[0])
         return all(torch.equal(first, self._matrix(ref)) for ref in refs[1:])
 
     def _matrix(self, ref: TensorRef) -> torch.Tensor:
         start, stop, step = self.widths
-        return ref.read()[start:stop:step] if stop else ref.read()
+        if not stop:
+            return ref.read()
+        if self.rank_last:
+            return TensorRef(ref.checkpoint, ref.key, (start, stop)).read()[::step]
+        return ref.read()[:, start:stop:step]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank takes of a stack that is stored as such, [E, ...]: experts, and a stretch of one other dimension.
+
+    Args:
+        ref: the experts that are taken.
+        dim: the dimension that is cut.
+        widths: (start, stop) of it.
+    """
+
+    ref: TensorRef
+    dim: int
+    widths: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.ref.shape)
+        shape[self.dim] = self.widths[1] - self.widths[0]
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.ref.dtype
+
+    def read(self) -> torch.Tensor:
+        """The stack; a view: do not write to it."""
+        return self.ref.read().narrow(self.dim, self.widths[0], self.shape[self.dim])
 
 
 def shared(a: Stack | Gathered, b: Stack | Gathered) -> tuple[Stack | Gathered, Stack | Gathered]:

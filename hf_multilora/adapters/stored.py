@@ -113,6 +113,11 @@ class Stored:
         """A range along the first dimension."""
         return Stored(self.source, self.start + start * self.row_bytes, (stop - start, *self.shape[1:]), self.dtype)
 
+    def stretch(self, row: int, start: int, stop: int) -> Stored:
+        """Of a matrix, a range of one row."""
+        first = self.start + row * self.row_bytes + start * self.dtype.itemsize
+        return Stored(self.source, first, (stop - start,), self.dtype)
+
     def read(self) -> torch.Tensor:
         """The tensor; it may be a view, do not write to it. Raises: AdapterFormatError, ValueError (see FileBytes)."""
         if isinstance(self.source, TensorBytes):

@@ -8,12 +8,12 @@ against one table.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
-from .shards import Shard
+from .shards import BlockShard, Shard
 
 # Projections that some models fuse into one layer: name of the fused layer -> its parts, in the order of its rows.
 # Only layouts that simply stack their parts belong here (the query_key_value of GPT-NeoX, Falcon and BLOOM interleaves
@@ -22,6 +22,9 @@ FUSED: dict[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
+
+
+_ALL = (0, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class ExpertBlock:
         interleaved: gate and up alternate in the output, where otherwise up follows all of gate.
         has_gate: whether there is a gate.
         swapped: PEFT takes the parameters for [E, out, in], though they are transposed, since nothing says so.
+        shard: what this rank holds of it; None: all. Numbers and widths are those of the whole block.
     """
 
     path: str
@@ -93,6 +97,25 @@ class ExpertBlock:
     interleaved: bool = False
     has_gate: bool = True
     swapped: bool = False
+    shard: BlockShard | None = None
+
+    @property
+    def whole(self) -> ExpertBlock:
+        """The block of all ranks together."""
+        return replace(self, shard=None)
+
+    @property
+    def local(self) -> ExpertBlock:
+        """The block that this rank has: its experts, with its part of the intermediate width."""
+        if self.shard is None:
+            return self
+        numbers = [stop - start for start, stop in (self.shard.experts, self.shard.intermediate)]
+        return replace(self, experts=numbers[0], intermediate=numbers[1], shard=None)
+
+    @property
+    def held(self) -> range:
+        """Numbers of the experts that this rank has."""
+        return range(*self.shard.experts) if self.shard else range(self.experts)
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -101,10 +124,11 @@ class ExpertBlock:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """What carries adapters: its projections, in the order of their sites."""
-        into, out = (self.hidden, self.intermediate), (self.intermediate, self.hidden)
+        """What carries adapters: its projections, in the order of their sites, and as this rank has them."""
+        here = self.local
+        into, out = (here.hidden, here.intermediate), (here.intermediate, here.hidden)
         return tuple(
-            Target(f"{self.path}.{name}", "experts", *(out if name == "down_proj" else into), experts=self.experts)
+            Target(f"{self.path}.{name}", "experts", *(out if name == "down_proj" else into), experts=here.experts)
             for name in self.projections
         )
 
@@ -118,14 +142,21 @@ class ExpertBlock:
     def rows_of(self, name: str) -> list[tuple[str, tuple[int, int, int]]]:
         """The projections in the output of "gate_up_proj", "gate_proj", "up_proj" or "down_proj".
 
-        Each with its (start, stop, step) of the rows of B; (0, 0, 1): all.
+        Each with its (start, stop, step) of the rows of B that this rank has; (0, 0, 1): all.
         """
+        if name == "down_proj" or (name != "gate_up_proj" and self.shard is None):
+            return [(name, _ALL)]
+        start, stop = self.shard.intermediate if self.shard else (0, self.intermediate)
         if name != "gate_up_proj":
-            return [(name, (0, 0, 1))]
-        half, wide = self.intermediate, 2 * self.intermediate
+            return [(name, (start, stop, 1))]
         if self.interleaved:
-            return [("gate_proj", (0, wide, 2)), ("up_proj", (1, wide, 2))]
-        return [("gate_proj", (0, half, 1)), ("up_proj", (half, wide, 1))]
+            return [("gate_proj", (2 * start, 2 * stop, 2)), ("up_proj", (2 * start + 1, 2 * stop, 2))]
+        half = self.intermediate
+        return [("gate_proj", (start, stop, 1)), ("up_proj", (half + start, half + stop, 1))]
+
+    def columns_of(self, name: str) -> tuple[int, int, int]:
+        """(start, stop, step) of the columns of a projection's A that this rank has; (0, 0, 1): all."""
+        return (*self.shard.intermediate, 1) if name == "down_proj" and self.shard is not None else _ALL
 
 
 # What a checkpoint with a matrix for each expert calls a projection: names of its own, or of Mixtral's kind.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ class Answering:
         self._prompts = Prompts(tokenizer, sampling.chat, model.get_input_embeddings().num_embeddings, room)
         self._manager, self._tokenizer, self._sampling, self._eos = manager, tokenizer, sampling, eos
         self._at_once = 2 * settled.max_requests_per_batch
+        self._numbers = itertools.count()  # of requests: an id comes once, so that no late answer is taken for another
 
     def answers(
         self, lines: Iterable[Line], find: Callable[[str | None], Place]
@@ -84,7 +86,7 @@ class Answering:
         (their number, the end token among them), "finish_reason" ("stop" or "length")}, or {"error"}.
 
         Args:
-            lines: each with a number of its own.
+            lines: of which those that are under way are given up where the iteration ends early.
 
         Raises:
             ModelError: nothing can be answered any more.
@@ -92,27 +94,31 @@ class Answering:
         manager = self._manager
         under_way: dict[str, Line] = {}
         left = iter(lines)
-        while True:
-            while len(under_way) < self._at_once and (line := next(left, None)) is not None:
-                try:
-                    under_way[self._ask(line, find(line.adapter))] = line
-                except MultiLoraError as error:
-                    _check_alive(manager)
-                    yield line, {"error": str(error)}
-            if not under_way:
-                return
-            output = manager.get_result(timeout=_WAIT_S)
-            if output is None or output.error is not None:
-                _check_alive(manager, output and output.error)
-            if output is not None:
-                yield under_way.pop(output.request_id), self._answer(output)
+        try:
+            while True:
+                while len(under_way) < self._at_once and (line := next(left, None)) is not None:
+                    try:
+                        under_way[self._ask(line, find(line.adapter))] = line
+                    except MultiLoraError as error:
+                        _check_alive(manager)
+                        yield line, {"error": str(error)}
+                if not under_way:
+                    return
+                output = manager.get_result(timeout=_WAIT_S)
+                if output is None or output.error is not None:
+                    _check_alive(manager, output and output.error)
+                if output is not None and output.request_id in under_way:
+                    yield under_way.pop(output.request_id), self._answer(output)
+        finally:
+            for request in under_way:
+                manager.cancel_request(request)
 
     def _ask(self, line: Line, place: Place) -> str:
         """Add the request of a line; returns its id."""
         longest = line.fields.get("max_new_tokens", self._sampling.max_new_tokens)
         tokens = self._prompts.tokens(line, longest)
         request = self._manager.add_request(
-            tokens, str(line.number), max_new_tokens=longest, adapter_id=place.source or None
+            tokens, str(next(self._numbers)), max_new_tokens=longest, adapter_id=place.source or None
         )
         if request is None:
             raise ModelError("The request was not taken.")

@@ -107,7 +107,7 @@ def parse(raw: bytes) -> dict[str, Any]:
         ValueError: it is no request; the message says what is wrong.
     """
     try:
-        fields = json.loads(raw.decode(), parse_constant=_no_number)
+        fields = json.loads(raw.decode(), parse_constant=_no_number, object_pairs_hook=_once)
     except UnicodeDecodeError as error:
         raise ValueError(f"no UTF-8 from byte {error.start + 1} on.") from None
     except json.JSONDecodeError as error:
@@ -118,10 +118,6 @@ def parse(raw: bytes) -> dict[str, Any]:
         raise ValueError(f"expected an object, not {_kind(fields)}.")
     check(fields)
     check_names(fields)
-    try:
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ValueError("it holds half of a character (a lone surrogate).") from None
     return fields
 
 
@@ -136,6 +132,12 @@ def check(fields: dict[str, Any]) -> None:
     limit = fields.get("max_new_tokens")
     if "max_new_tokens" in fields and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise ValueError('"max_new_tokens": expected a whole number of at least 1.')
+    try:
+        json.dumps(fields, ensure_ascii=False, allow_nan=False, default=str).encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds half of a character (a lone surrogate).") from None
+    except ValueError:
+        raise ValueError("it holds a number that is too large.") from None
 
 
 def check_names(names: Collection[str]) -> None:
@@ -178,6 +180,15 @@ def _misspelt(field: str) -> bool:
     """
     plain = field.lower()
     return plain.startswith(("adapter", "adaptor")) or plain in ("lora", "lora_name", "lora_path")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. Of a field that comes twice json would take the last one, and another adapter than was meant."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f'"{next(name for name in names if names.count(name) > 1)}" comes twice.')
+    return fields
 
 
 def _no_number(text: str) -> None:

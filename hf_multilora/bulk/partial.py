@@ -16,6 +16,11 @@ from typing import Any, BinaryIO
 from ..errors import ConfigError
 from .lines import Line
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 _FORMAT = "hf-multilora generate 1"
 
 Answer = dict[str, Any]
@@ -94,14 +99,19 @@ class Partial:
         Returns:
             Numbers of the lines that have failed.
         """
-        self._close()
         failed = []
         beside = self.output.with_name(f".{self.output.name}.{os.getpid()}")
+        answers = self._file or self._open()
         try:
-            with beside.open("wb") as sorted_file, self.path.open("rb") as answers:
+            with beside.open("wb") as sorted_file:
                 for line in lines:
                     answers.seek(self._at[line.number])
-                    answer = json.loads(answers.readline())["answer"]
+                    record = _decode(answers.readline())
+                    if record is None or record.get("line") != line.number:
+                        raise ConfigError(
+                            f"{self.path} has changed while it was written: another run of this command?"
+                        )
+                    answer = record["answer"]
                     sorted_file.write(_encode({**line.fields, **answer}))
                     if "error" in answer:
                         failed.append(line.number)
@@ -110,8 +120,9 @@ class Partial:
             os.replace(beside, self.output)
         finally:
             beside.unlink(missing_ok=True)
+            self._close()
         if not failed:
-            self.path.unlink()
+            self.path.unlink(missing_ok=True)
         return failed
 
     def _read(self, versions: Collection[str], overwrite: bool) -> None:
@@ -150,6 +161,9 @@ class Partial:
             os.replace(beside, self.path)  # so that there is none without its first line
             self._end = len(raw)
         file = self.path.open("r+b")
+        if not _locked(file):
+            file.close()
+            raise ConfigError(f"{self.path} is being written by another run of this command. Wait for its end.")
         file.truncate(self._end)
         file.seek(self._end)
         return file
@@ -158,6 +172,18 @@ class Partial:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Keep others from writing to a file until it is closed; False where somebody else does so already."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            pass
+    return True
 
 
 def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:

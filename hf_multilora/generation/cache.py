@@ -136,8 +136,7 @@ def check_cache(cache: Any, rows: Sequence[Hashable | None], owner: object) -> N
         if old != new and not (old is None and isinstance(new, Activated) and new.start >= written):
             raise CacheMismatchError(
                 f"Row {i} of the KV cache was written by {_describe(old)}, and would go on under {_describe(new)}. "
-                "Keys and values of one adapter mean nothing to another: pass the same adapter_ids, or start from an "
-                "empty cache."
+                + (_RELOADED if _same_name(old, new) else _OTHER)
             )
 
 
@@ -214,6 +213,20 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     while isinstance(value, (list, tuple)) and value:
         value = value[0]
     return value if isinstance(value, torch.Tensor) else None
+
+
+_OTHER = (
+    "Keys and values of one adapter mean nothing to another: pass the same adapter_ids, or start from an empty cache."
+)
+_RELOADED = (
+    "It was loaded anew in between, and keys and values of the old weights mean nothing to it: start from an empty "
+    "cache."
+)
+
+
+def _same_name(old: Hashable | None, new: Hashable | None) -> bool:
+    old, new = (tag.tag if isinstance(tag, Activated) else tag for tag in (old, new))
+    return isinstance(old, tuple) and isinstance(new, tuple) and old[0] == new[0] and old != new
 
 
 def _describe(tag: Hashable | None) -> str:

@@ -162,6 +162,7 @@ class Calls:
         Raises:
             RoutingError, AdapterNotFoundError, SlotError: see `to_keys` and `AdapterStore.acquire`.
         """
+        self.check_quiet("a call begins")
         keys, uniform = to_keys(ids, rows)
         distinct = self.distinct(keys)
         if self.agreement is None:
@@ -222,6 +223,18 @@ class Calls:
             raise ModelError(f"The model cannot be {what} from inside of one of its calls. Let the call end first.")
         with self._gate.closed(), self.lock:
             yield
+
+    def check_quiet(self, what: str) -> None:
+        """Ranks that share a model speak to each other from one thread at a time.
+
+        Raises:
+            ModelError: a manager of continuous batching runs, and this thread has not paused it.
+        """
+        if self.agreement is not None and any(manager.beside() for manager in list(self.managers)):
+            raise ModelError(
+                f"Continuous batching runs on ranks that share this model: before {what}, stop its manager, or pause "
+                "it on every rank (with manager.pause(): ...), so that all ranks do it in the same step."
+            )
 
     def check_managers(self, what: str) -> None:
         """Raises: ModelError while a manager of continuous batching runs, whose graphs and requests use the slots."""
@@ -374,6 +387,8 @@ class Calls:
         if ids is None and call is None:
             ids = self._default
         if ids is None:
+            if call is None:
+                self.check_quiet("a call begins")
             return self._run(call, fn, args, kwargs)
         with self.open(ids, batch_rows(args, kwargs)) as call:
             return self._run(call, fn, args, kwargs)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ..errors import RoutingError
+from ..report import count
 
 BASE = "__base__"  # PEFT's word for "no adapter"
 
@@ -32,7 +33,7 @@ def to_key(value: Any, where: str) -> Key | None:
     if isinstance(value, Mapping):
         return _mix(value, where)
     raise RoutingError(
-        f"{where}: {value!r} is a {type(value).__name__}. Expected None, an adapter's name, or a mix such as "
+        f"{where}: {value!r} is of type {type(value).__name__}. Expected None, an adapter's name, or a mix such as "
         "{'sql': 0.7, 'poet': 0.3}."
     )
 
@@ -66,14 +67,16 @@ def to_keys(ids: Any, rows: int | None) -> tuple[list[Key | None], bool]:
         return [to_key(ids, "adapter_ids")] * (rows or 1), True
     if not isinstance(ids, Sequence):
         raise RoutingError(
-            f"adapter_ids is a {type(ids).__name__}. Expected one id for all rows, or a list with one id per row."
+            f"adapter_ids is of type {type(ids).__name__}. Expected one id for all rows, or a list with one id per "
+            "row."
         )
     if not ids:
         raise RoutingError("adapter_ids is an empty list. Pass one id per row, or None for the base model.")
     keys = [to_key(value, f"adapter_ids[{i}]") for i, value in enumerate(ids)]
     if rows is not None and len(keys) != rows:
         raise RoutingError(
-            f"adapter_ids has {len(keys)} ids, but the batch has {rows} prompt rows. Pass one per prompt row (beams "
+            f"adapter_ids has {count(len(keys), 'id')}, but the batch has {count(rows, 'prompt row')}. Pass one per "
+            "prompt row (beams "
             "and return sequences are repeated for you), or one id for all rows."
         )
     return keys, False

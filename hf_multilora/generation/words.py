@@ -110,7 +110,8 @@ class AdapterWords:
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
         raise ModelError(
-            "add_adapter makes a fresh adapter to train. An enabled model serves only: disable_multilora(model) first."
+            "add_adapter makes a fresh adapter to train, and an enabled model serves only. Load a trained one with "
+            "load_adapter, or call disable_multilora(model) first."
         )
 
     def get_adapter_state_dict(self, adapter_name: str | None = None, state_dict: Any = None) -> dict[str, Any]:

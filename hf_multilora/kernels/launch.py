@@ -88,13 +88,14 @@ def linear(
     Returns the recipe for calls of the same shape, which it looks up in `recipes` and keeps there; None where there
     cannot be one (x or y not aligned to 16 bytes, the interpreter, an unknown launcher).
     """
-    key = _key(ys, x, arena, rows)
+    key = key_of(ys, x, arena, rows)
     recipe = recipes.get(key) if key else None
     if recipe is not None:
         _run_recipe(recipe, ys, x, rows, planes, site)
         return recipe
     call = describe(x.shape[0], x.shape[1], [y.shape[1] for y in ys], x.dtype, ys[0].dtype, arena, rows)
-    return _run(*_prepared(call, ys, x, arena, rows, planes, site), key, recipes)
+    first, second = _prepared(call, ys, x, arena, rows, planes, site)
+    return run_all([(first, _FIRST), (second, _SECOND)], key, recipes)
 
 
 def delta(
@@ -139,7 +140,7 @@ def embed(
     y: Tensor, ids: Tensor, arena: Arena, rows: Rows, planes: Tensor, site: int, recipes: dict[Any, Launch]
 ) -> Launch | None:
     """Gather and expand, `y [n, width]` in place, `ids [n]` contiguous; returns what `linear` does."""
-    key = _key([y], ids, arena, rows)
+    key = key_of([y], ids, arena, rows)
     recipe = recipes.get(key) if key else None
     if recipe is not None:
         _run_recipe(recipe, [y], ids, rows, planes, site)
@@ -150,10 +151,10 @@ def embed(
     first = embedding.prepare(ids, *common, rows.rows, site, *sizes)
     one_plane = ShrinkTiling(kind_of(call), 1, 1, 1, 1, 1, 1, 1, "")
     second = expand.prepare([y], *common, rows.rows, site, arena.floats, *sizes, one_plane, expand_tiling(call))
-    return _run(first, second, key, recipes)
+    return run_all([(first, _FIRST), (second, _SECOND)], key, recipes)
 
 
-def _key(ys: Sequence[Tensor], x: Tensor, arena: Arena, rows: Rows) -> tuple[Any, ...] | None:
+def key_of(ys: Sequence[Tensor], x: Tensor, arena: Arena, rows: Rows) -> tuple[Any, ...] | None:
     """Everything that a recipe has bound; None where x or a y is not aligned as a recipe's kernels assume."""
     bits = x.data_ptr()
     for y in ys:
@@ -176,11 +177,18 @@ def _run_recipe(recipe: Launch, ys: Sequence[Tensor], x: Tensor, rows: Rows, pla
     recipe(stream, x.data_ptr(), slots, starts, h, site, *pointers)
 
 
-def _run(
-    first: tuple[Any, ...], second: tuple[Any, ...], key: tuple[Any, ...] | None, recipes: dict[Any, Launch]
+def run_all(
+    launches: Sequence[tuple[tuple[Any, ...], tuple[int, ...]]],
+    key: tuple[Any, ...] | None,
+    recipes: dict[Any, Launch],
 ) -> Launch | None:
+    """Launch kernels one after the other, and keep the recipe of it under `key`, if there can be one.
+
+    Args:
+        launches: (kernel, grid, arguments, options) of each, and which of a recipe's values its first arguments are.
+    """
     kernels = []
-    for (kernel, grid, args, options), varying in ((first, _FIRST), (second, _SECOND)):
+    for (kernel, grid, args, options), varying in launches:
         compiled = kernel[grid](*args, **options)
         if key is not None and compiled is not None:  # the interpreter compiles nothing
             kernels.append(driver.Kernel(compiled, grid, args, varying))

@@ -175,6 +175,11 @@ class LinearOp(ArenaOp):
                 for place in range(len(columns))
             )
 
+    def over(self, widths: Sequence[int], outputs: Sequence[int]) -> LinearOp:
+        """The same from its first site on over the slices of more layers, of as many columns."""
+        arena = (self.data, self.meta, self.floats, self.slot_elems, self.zero_off, self.site)
+        return LinearOp(*arena, self.in_features, widths, self.max_rank, self.workspace, outputs)
+
     def __call__(
         self,
         ys: tuple[Tensor, ...],

@@ -41,6 +41,7 @@ _OWN = (
     "_seam",
     "_kept",
     "_before",
+    "_away",
 )
 
 
@@ -94,8 +95,8 @@ class LoraLayer(nn.Module):
         return self
 
     def _enter_seam(self) -> None:
-        """Where ranks sum over their parts of the inputs, adapters add theirs before the sum: inside of the forward
-        that transformers has put on the layer. That goes to the wrapper, around the wrapper's own."""
+        """Where ranks sum over what each computes, adapters add their parts before the sum: inside of the forward that
+        transformers has put on the layer. That goes to the wrapper, around the wrapper's own."""
         seam = seam_of(self.base_layer)
         if seam is None or not seam.sums:
             return
@@ -103,7 +104,8 @@ class LoraLayer(nn.Module):
         del base["forward"]
         if getattr(seam.own, "__func__", None) is not type(self.base_layer).forward:
             base["forward"] = seam.own
-        self.__dict__.update(_seam=seam, forward=seam.around(MethodType(type(self).forward, self)))
+        forward = seam.around(MethodType(type(self).forward, self), getattr(self, "_moved", None))
+        self.__dict__.update(_seam=seam, forward=forward)
 
     @classmethod
     def dimensions(cls, base: nn.Module) -> tuple[int, int]:

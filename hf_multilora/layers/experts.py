@@ -41,6 +41,13 @@ class LoraExperts(LoraLayer):
 
     kind = "experts"
     _rare = True
+    _away = False  # whether other ranks have some of the experts, which have the number `num_experts` here
+
+    def _enter_seam(self) -> None:
+        super()._enter_seam()
+        base: Any = self.base_layer
+        stacks = [weight for weight in base._parameters.values() if weight is not None and weight.dim() == 3]
+        self.__dict__["_away"] = any(len(weight) != base.num_experts for weight in stacks)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         routing = self._routing
@@ -55,8 +62,29 @@ class LoraExperts(LoraLayer):
         if isinstance(state, RowState):
             return self._own(args, kwargs, state)
         y = self._base(args, kwargs)
-        served: torch.Tensor = state.serve(lambda: self.forward(*args, **kwargs), y, self._path)
+        served: torch.Tensor = state.serve(lambda: type(self).forward(self, *args, **kwargs), y, self._path)
         return served
+
+    def _moved(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """The forward where tokens were sent to the ranks of their experts, so that they are no rows any more."""
+        routing = self._routing
+        state: Any = routing.state
+        if state is None:
+            return self._base(args, kwargs)
+        if is_dynamo_compiling():
+            adapted = routing.serving(self._path) and routing.rare
+        elif isinstance(state, RowState):
+            adapted = not self._sites.isdisjoint(state.touched)
+        else:
+            y = self._base(args, kwargs)
+            served: torch.Tensor = state.serve(lambda: self._moved(*args, **kwargs), y, self._path)
+            return served
+        if adapted:
+            raise ModelError(
+                f"{self._path}: an adapter of this batch trained experts, and transformers moves tokens between ranks "
+                "where they need a gradient. Call the model under torch.no_grad()."
+            )
+        return self._base(args, kwargs)
 
     def _base(self, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
         y: torch.Tensor = self.base_layer.forward(*args, **kwargs)
@@ -84,10 +112,9 @@ class LoraExperts(LoraLayer):
         index, weights = sorted(chosen_by, key=torch.is_floating_point)  # by keyword they may come in any order
         base: Any = self.base_layer
         how = base.config._experts_implementation or "eager"
-        if how not in SERVED or getattr(base, "_is_expert_parallel", False):
-            what = f"{how!r}" if how not in SERVED else "expert parallelism"
+        if how not in SERVED:
             raise ModelError(
-                f"{self._path}: an adapter of this batch trained experts, and {what} has no place for its part. Use "
+                f"{self._path}: an adapter of this batch trained experts, and {how!r} has no place for its part. Use "
                 "model.set_experts_implementation('grouped_mm'), or leave these adapters out."
             )
         count, chosen = x.shape[0], index.shape[-1]
@@ -110,10 +137,13 @@ class LoraExperts(LoraLayer):
             source, scale = x[tokens], scale[order]
             edges = torch.arange(1, base.num_experts + 1, device=x.device)
             ends = torch.searchsorted(experts, edges).to(torch.int32)
+            picked = experts.clamp(max=base.num_experts - 1) if self._away and biases else experts
+            away = (experts >= base.num_experts).unsqueeze(-1) if self._away else None
 
             def linear(source: torch.Tensor, name: str) -> torch.Tensor:
-                bias = getattr(base, f"{name}_bias")[experts] if biases else None
-                return moe._grouped_linear(source, getattr(base, name), ends, bias, base.is_transposed)
+                bias = getattr(base, f"{name}_bias")[picked] if biases else None
+                y = moe._grouped_linear(source, getattr(base, name), ends, bias, base.is_transposed)
+                return y if away is None else y.masked_fill(away, 0.0)  # what nobody has computed, not even zeros
 
         pairs = Pairs(tokens, experts, count, row_slots, rows)
         y = self._op(linear(source, up_name), source, pairs, up=True)

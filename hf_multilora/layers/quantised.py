@@ -37,8 +37,13 @@ def is_quantised(layer: nn.Module) -> bool:
     if weight is None:
         weight = layer._buffers.get("weight")
     if weight is None:
-        return hasattr(layer, "W_q") or any(not (t.is_meta or is_plain(t)) for t in own_tensors(layer))
-    return not weight.is_meta and not is_plain(weight)
+        return hasattr(layer, "W_q") or any(not _numbers(tensor) for tensor in own_tensors(layer))
+    return not _numbers(weight)
+
+
+def _numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds the numbers themselves; of an offloaded one only the dtype says so."""
+    return tensor.is_floating_point() and tensor.element_size() > 1 if tensor.is_meta else is_plain(tensor)
 
 
 def own_tensors(layer: nn.Module) -> Iterator[torch.Tensor]:

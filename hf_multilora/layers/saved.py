@@ -7,13 +7,14 @@ selected from the result: the batch's shape, and with it every bit of a row, is 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from ..errors import RoutingError
+from ..errors import ModelError, RoutingError
 from ..packed import PackedState
 from ..parallel import whole
 from ..rows import RowState, Saved
@@ -48,7 +49,33 @@ def select(state: RowState, slot: int, own: torch.Tensor, y: torch.Tensor, place
 
 def run_with(module: nn.Module, saved: Saved, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The module's forward with an adapter's tensors in place of its own."""
-    return torch.func.functional_call(whole(module), dict(saved.parameters), args, dict(kwargs))
+    return torch.func.functional_call(_apart(whole(module)), dict(saved.parameters), args, dict(kwargs))
+
+
+def _apart(module: nn.Module) -> nn.Module:
+    """A twin whose parameters can be exchanged; the module itself where they are in a plain dict.
+
+    compressed-tensors keeps a module's tensors in a mapping of its own: what is set there is copied into the base's
+    tensor, for good.
+    """
+    if all(isinstance(inner._parameters, dict) for inner in module.modules()):
+        return module
+    twin: nn.Module = type(module).__new__(type(module))
+    twin.__dict__.update(module.__dict__)
+    forward = twin.__dict__.get("forward")
+    if isinstance(forward, MethodType) and forward.__self__ is module:
+        twin.__dict__["forward"] = MethodType(forward.__func__, twin)
+    elif forward is not None:
+        raise ModelError(
+            f"A {type(module).__name__} has a forward of its own, and keeps its tensors in a "
+            f"{type(module._parameters).__name__}: adapters that save it whole cannot be served."
+        )
+    twin.__dict__["_parameters"] = dict(module._parameters.items())
+    twin.__dict__["_buffers"] = dict(module._buffers.items())
+    twin.__dict__["_modules"] = {
+        name: None if child is None else _apart(child) for name, child in module._modules.items()
+    }
+    return twin
 
 
 class SavedLayer(LoraLayer):

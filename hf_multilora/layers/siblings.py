@@ -226,11 +226,8 @@ def _hooked(attributes: dict[str, Any]) -> bool:
 
 def joined(ops: Sequence[LinearOp]) -> LinearOp:
     """One op for layers whose sites follow each other."""
-    first = ops[0]
     widths = [width for op in ops for width in op.widths]
-    outputs = [output for op in ops for output in op.outputs]
-    arena = (first.data, first.meta, first.floats, first.slot_elems, first.zero_off, first.site)
-    return LinearOp(*arena, first.in_features, widths, first.max_rank, first.workspace, outputs)
+    return ops[0].over(widths, [output for op in ops for output in op.outputs])
 
 
 def form_groups(wrappers: Iterable[tuple[nn.Module, str, Any]], routing: Routing) -> None:
@@ -246,7 +243,7 @@ def form_groups(wrappers: Iterable[tuple[nn.Module, str, Any]], routing: Routing
         grouped: set[str] = set()
         for family in _FAMILIES:
             named = {id(w): name for _, name, w in children if name in family and name not in grouped}
-            for run in _runs((w, w._op.in_features) for _, _, w in children if id(w) in named):
+            for run in _runs((w, (type(w._op), w._op.in_features)) for _, _, w in children if id(w) in named):
                 if len(run) > 1:
                     names = tuple(named[id(wrapper)] for wrapper in run)
                     grouped.update(names)

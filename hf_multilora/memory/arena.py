@@ -34,7 +34,7 @@ class Arena:
         floats: the same bytes in float32, flat, the tail included; gain_off and shift_off count in it from the slot's
             first element, `s * slot_bytes // 4`.
         meta: int64 [max_loras, slot_bytes // 8]; `meta[s, 5 * site + i]` is (a_off, b_off, rank, gain_off,
-            shift_off)[i] of that site.
+            shift_off)[i] of that site; any other tables of the header follow (`layout`).
         tail: the zeros at the end; at least `layout.max_dim` elements.
         zero_off: index in `data` of the first element of the zeros.
         slot_elems: elements of one slot.
@@ -116,7 +116,7 @@ class Arena:
 
     def clear(self, index: int) -> None:
         """Mark every site of a slot as not touched."""
-        self.header(index).zero_()
+        self.meta[index, : self.layout.header_bytes // 8].zero_()
 
     def to(self, device: torch.device | str, dtype: torch.dtype, slot_bytes: int | None = None) -> Arena:
         """Allocate anew, empty, on another device or in another dtype; every address changes.

@@ -7,12 +7,13 @@ from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
-from .direct import Entry, Recipe
+from .direct import Entry, Pieces, Recipe
 from .direct import fill as fill_directly
 from .layout import FACTOR_ALIGN, META, SLOT_ALIGN, Layout, align
 from .pinned import host_block
 
-Fill = Callable[[torch.Tensor], None] | Recipe  # writes an entry into its place in the block, or says how it is made
+# Writes an entry into its place in the block, or says how it is made.
+Fill = Callable[[torch.Tensor], None] | Recipe | Pieces
 Vector = tuple[Hashable, Fill]  # a gain or a shift: what it is, and how it is written
 
 
@@ -87,11 +88,10 @@ class Builder:
 
     def _fill(self, block: torch.Tensor) -> None:
         starts = [start for start, _ in self.parts]
-        stored = [
-            Entry(starts[group] + place, dtype, fill)
-            for group, place, _, dtype, fill in self._fills
-            if isinstance(fill, Recipe)
-        ]
+        stored: list[Entry] = []
+        for group, place, _, dtype, fill in self._fills:
+            parts = fill.parts if isinstance(fill, Pieces) else ((0, fill),) if isinstance(fill, Recipe) else ()
+            stored += [Entry(starts[group] + place + first * dtype.itemsize, dtype, part) for first, part in parts]
         fill_directly(block, stored, lambda: self._fill_others(block))
 
     def _fill_others(self, block: torch.Tensor) -> None:
@@ -105,8 +105,11 @@ class Builder:
         for group, place, shape, dtype, fill in self._fills:
             place += parts[group][0]
             stop = place + math.prod(shape) * dtype.itemsize
-            if not isinstance(fill, Recipe):
-                fill(views[dtype][place // dtype.itemsize : stop // dtype.itemsize].view(shape))
+            values = views[dtype][place // dtype.itemsize : stop // dtype.itemsize]
+            if isinstance(fill, Pieces):
+                values[fill.filled :].zero_()
+            elif not isinstance(fill, Recipe):
+                fill(values.view(shape))
             padding = align(stop, FACTOR_ALIGN)
             if padding != stop:  # the content hash covers every byte
                 block[stop:padding].zero_()
@@ -114,12 +117,20 @@ class Builder:
             rows = {site: row for site, row in self._rows.items() if self.layout.sites[site].group == group}
             if rows:
                 table = torch.tensor(list(rows.values()), dtype=torch.int64, device="cpu")
-                header_of(block[start:stop], self.layout)[list(rows)] = table
+                self._write(block[start:stop], list(rows), table)
+
+    def _write(self, part: torch.Tensor, sites: list[int], table: torch.Tensor) -> None:
+        header_of(part, self.layout)[sites] = table
+        if self.layout.tables > 1:
+            derived = [self.layout.sites[site].derived(row) for site, row in zip(sites, table.tolist(), strict=True)]
+            for number, rows in enumerate(zip(*derived, strict=True), start=1):
+                header_of(part, self.layout, number)[sites] = torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
-def header_of(block: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The table at the start of a block, or of a part, int64 [n_sites, 5]."""
-    return block[: layout.n_sites * META * 8].view(torch.int64).view(layout.n_sites, META)
+def header_of(block: torch.Tensor, layout: Layout, table: int = 0) -> torch.Tensor:
+    """A table at the start of a block, or of a part, int64 [n_sites, 5]."""
+    nbytes = layout.n_sites * META * 8
+    return block[table * nbytes : (table + 1) * nbytes].view(torch.int64).view(layout.n_sites, META)
 
 
 def copied(source: torch.Tensor) -> Fill:

@@ -41,11 +41,26 @@ class Recipe:
         stored: where its bytes are.
         transposed: the entry is its transpose; of matrices only.
         scale: number that it is multiplied by in fp32, before it is rounded to the entry's dtype; None: it is cast.
+        first, columns: of a transpose that has more columns than these (`columns` in all), the first of these.
     """
 
     stored: Stored
     transposed: bool = False
     scale: float | None = None
+    first: int = 0
+    columns: int | None = None
+
+
+class Pieces(NamedTuple):
+    """An entry that is made of parts of a stored tensor; what follows the last of them is zeros.
+
+    Attributes:
+        parts: (the element of the entry that each begins with, how it is made).
+        filled: elements that they make, from the entry's first one on.
+    """
+
+    parts: tuple[tuple[int, Recipe], ...]
+    filled: int
 
 
 def stored_of(ref: Any) -> Stored | None:
@@ -320,9 +335,10 @@ def _put(raw: Bytes, piece: _Piece, values: np.ndarray[Any, Any]) -> None:
     place, dtype, recipe = piece.entry
     shape, size = recipe.stored.shape, dtype.itemsize
     if recipe.transposed:
-        rows, columns = shape
+        rows, columns = recipe.columns or shape[0], shape[1]
         entry = raw[place : place + rows * columns * size].view(values.dtype).reshape(columns, rows)
-        np.copyto(entry[:, piece.first : piece.stop], values.reshape(-1, columns).T)
+        first = recipe.first + piece.first
+        np.copyto(entry[:, first : first + piece.stop - piece.first], values.reshape(-1, columns).T)
     else:
         place += piece.first * math.prod(shape[1:]) * size
         np.copyto(raw[place : place + len(values) * size].view(values.dtype), values)

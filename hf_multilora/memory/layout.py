@@ -14,6 +14,14 @@ slices of one layer are consecutive, in the order of its output rows. A host blo
                              the same of B: 0 where they share it
              gain, shift:    float32 [width of the slice]; gain is folded into B, too
 
+Fully sharded, ranks of a tensor-parallel model split linear sites' factors by both dimensions. Where outputs are
+split, rank p of n stores A's rows p, p + n, p + 2n, ..., and a row of zeros where it has one less than rank 0. Where
+inputs are split, it stores B for the p-th part of the outputs. Such a header is followed by two more tables of its
+shape, for the kernels of these sites:
+
+    outputs split   (a_off, 0, rows of A, 0, 0)    and zeros
+    inputs split    (a_off, b_off, rank, 0, 0)     and (0, 0, 0, gain_off, shift_off)
+
 Where layers compute on several devices, sites are in as many *groups*. A block has a part for each group, one after
 the other, at multiples of 256 bytes; each is as above, with a header of all sites (rank 0 at those of other groups)
 and offsets that count from its own first byte, and is what a slot on that device holds.
@@ -22,13 +30,14 @@ and offsets that count from its own first byte, and is what a slot on that devic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from ..adapters.shards import Ranges, Shard, length, within
+from ..errors import ModelError
 
 if TYPE_CHECKING:
     from ..adapters.targets import Target
@@ -37,6 +46,7 @@ _ALL = Shard(0)
 FACTOR_ALIGN = 64
 SLOT_ALIGN = 256
 META = 5  # entries of a site in the header
+SHARDED_TABLES = 3  # of a header, fully sharded
 
 
 def align(nbytes: int, to: int) -> int:
@@ -50,7 +60,7 @@ class Site:
 
     Where ranks share the layer, features are this rank's; `whole` are (in, out) of all ranks together, `rows` and
     `columns` this rank's outputs and inputs among them (None: all), and `first` tells the rank that adds what must be
-    added once to a sum over ranks.
+    added once to a sum over ranks. Fully sharded, it is rank `part` of `parts` that split the other factor.
     """
 
     index: int
@@ -65,6 +75,8 @@ class Site:
     columns: Ranges | None = None
     first: bool = True
     group: int = 0  # of the sites that lie on one device
+    part: int = 0
+    parts: int = 1
 
     def __post_init__(self) -> None:
         if self.whole == (0, 0):
@@ -74,13 +86,41 @@ class Site:
         """Shape of the A factor as it is stored; `experts`: factors of its own, 1 where all share one."""
         if self.kind == "experts":
             return (self.experts if experts is None else experts, rank, self.in_features)
-        return (self.in_features, rank) if self.kind == "embedding" else (rank, self.in_features)
+        return (self.in_features, rank) if self.kind == "embedding" else (self.held(rank), self.in_features)
 
     def b_shape(self, rank: int, experts: int | None = None) -> tuple[int, ...]:
         """Shape of the B factor as it is stored."""
         if self.kind == "experts":
             return (self.experts if experts is None else experts, rank, self.out_features)
-        return (rank, self.out_features)
+        start, stop = self.span
+        return (rank, stop - start)
+
+    def held(self, rank: int) -> int:
+        """Rows of A that each rank stores of an adapter of `rank`, padding included."""
+        return -(-rank // self.parts) if self.columns is None else rank
+
+    def padded(self, rank: int) -> int:
+        """What `rank` takes of a mix, in which every rank has as many rows of A."""
+        return self.held(rank) * (self.parts if self.columns is None else 1)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """(start, stop) of the outputs that B is stored for, among `out_features`."""
+        if self.parts == 1 or self.columns is None:
+            return 0, self.out_features
+        return self.out_features * self.part // self.parts, self.out_features * (self.part + 1) // self.parts
+
+    @property
+    def b_rows(self) -> Ranges | None:
+        """The rows of a checkpoint's B that are stored, None: all."""
+        return (self.span,) if self.parts > 1 and self.columns is not None else self.rows
+
+    def derived(self, row: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the two tables behind the header have for a row of it."""
+        a_off, b_off, rank, gain_off, shift_off = row
+        if self.columns is None:
+            return (a_off, 0, self.held(rank), 0, 0), (0,) * META
+        return (a_off, b_off, rank, 0, 0), (0, 0, 0, gain_off, shift_off)
 
     def nbytes(self, rank: int, itemsize: int) -> int:
         """Bytes of both factors at `rank`, alignment included; of experts, where each has factors of its own."""
@@ -104,6 +144,7 @@ class Layout:
         max_dim: the largest in_features or out_features of any site.
         group_of: module path -> the group of what is saved of it.
         n_groups: their number; more than one where the model computes on several devices.
+        tables: of a header; more than one where sites are fully sharded.
     """
 
     def __init__(self, sites: Iterable[Site], group_of: Callable[[str], int] | None = None) -> None:
@@ -112,21 +153,29 @@ class Layout:
         self.n_groups = 1 + max((site.group for site in self.sites), default=0)
         self.group_of = group_of or (lambda path: 0)
         self.experts = [site.index for site in self.sites if site.kind == "experts"]
-        self.header_bytes = align(self.n_sites * META * 8, SLOT_ALIGN)
+        self.tables = SHARDED_TABLES if any(site.parts > 1 for site in self.sites) else 1
+        self.header_bytes = align(self.tables * self.n_sites * META * 8, SLOT_ALIGN)
         self.max_dim = max((max(s.in_features, s.out_features) for s in self.sites), default=1)
         self._by_key = {(s.path, s.slice): s for s in self.sites}
 
     @classmethod
-    def from_targets(cls, targets: Mapping[str, Target], group_of: Callable[[str], int] | None = None) -> Layout:
+    def from_targets(
+        cls, targets: Mapping[str, Target], group_of: Callable[[str], int] | None = None, parts: int = 1
+    ) -> Layout:
         """Number the slices of `targets` (module path -> Target) in the mapping's order.
 
         Args:
             group_of: path of a target, or of any module that may be saved -> its group; None: there is one.
+            parts: ranks over which the linear layers that they share are fully sharded; 1: they are not.
+
+        Raises:
+            ModelError: a layer of fewer outputs than ranks, whose B they cannot split.
         """
         sites: list[Site] = []
         for target in targets.values():
             start, group = 0, group_of(target.path) if group_of else 0
             shard: Shard = getattr(target, "shard", None) or _ALL
+            split = parts if shard is not _ALL and target.kind == "linear" else 1
             for i, width in enumerate(target.widths):
                 inside, experts = target.in_features, target.experts
                 rows = None if shard.rows is None else within(shard.rows, start, start + width)
@@ -143,7 +192,14 @@ class Layout:
                     columns=shard.columns,
                     first=shard.columns is None or shard.rank == 0,
                     group=group,
+                    part=shard.rank if split > 1 else 0,
+                    parts=split,
                 )
+                if split > 1 and site.columns is not None and width < split:
+                    raise ModelError(
+                        f"fully_sharded_loras=True: {target.path} has {width} outputs, which {split} ranks cannot "
+                        "split. Leave the option out."
+                    )
                 sites.append(site)
                 start += width
         return cls(sites, group_of)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import SlotError
+from ..report import count
 from .contents import check_plain
 from .lease import Grant, Key, Lease, Mix, Ticket, label_of, parts_of
 from .loading import LoadingStore
@@ -259,8 +260,9 @@ class LeasingStore(LoadingStore):
             )
         if wanted > self.config.max_loras - len(pinned):
             raise SlotError(
-                f"{wanted} distinct adapters need as many slots, but {len(pinned)} of {self.config.max_loras} are "
-                f"pinned ({', '.join(pinned)}). Unpin one of them, or raise max_loras."
+                f"{', '.join(map(repr, sorted(names)))}: {count(wanted, 'distinct adapter')} at once, but "
+                f"{len(pinned)} of {self.config.max_loras} are pinned ({', '.join(pinned)}). Unpin one of "
+                "them, or raise max_loras."
             )
 
     def _check_mix(self, key: Key, blocks: Mapping[str, PackedAdapter]) -> None:
@@ -268,13 +270,17 @@ class LeasingStore(LoadingStore):
         for name, packed in blocks.items():
             check_plain(f"Mix {label_of(key)}: adapter {name!r}", packed)
             for site, rank in packed.ranks.items():
-                ranks[site] = ranks.get(site, 0) + rank
+                ranks[site] = ranks.get(site, 0) + self.layout.sites[site].padded(rank)
         most = max(ranks, key=lambda site: ranks[site], default=None)
-        if most is not None and ranks[most] > self.config.max_lora_rank:
+        if most is None:
+            return
+        where, limit = self.layout.sites[most], self.config.max_lora_rank
+        if ranks[most] > where.padded(limit):
+            split = where.padded(1)
+            rounded = f" (fully sharded, each counts as a multiple of {split})" if split > 1 else ""
             raise SlotError(
-                f"Mix {label_of(key)}: its ranks add up to {ranks[most]} in {self.layout.sites[most].path!r}, more "
-                f"than max_lora_rank={self.config.max_lora_rank}. Enable the model with max_lora_rank={ranks[most]} "
-                "or more."
+                f"Mix {label_of(key)}: its ranks add up to {ranks[most]} in {where.path!r}{rounded}, more than "
+                f"max_lora_rank={limit}. Enable the model with max_lora_rank={ranks[most]} or more."
             )
 
     @staticmethod

@@ -7,16 +7,15 @@ import math
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..adapters.shards import cut
 from ..errors import AdapterMatchError, UnsupportedAdapterError
-from .build import Builder, Fill, Vector, concatenated, copied, header_of
+from .build import Builder, concatenated, copied, header_of
 from .contents import check_plain
-from .direct import Recipe, stored_of
 from .extras import BaseDtype, Extras, SavedTensor, place_extras
+from .factors import read_a, read_b, vector
 from .layout import Layout, Site
 
 if TYPE_CHECKING:
@@ -175,8 +174,8 @@ def pack(
             raise AdapterMatchError(f"{factor.path!r}, slice {factor.slice}: no such site in this model.") from None
         if site.index in builder.ranks:
             raise AdapterMatchError(f"{factor.path!r}, slice {factor.slice}: two factors for one site.")
-        gain, shift = factor.gain, factor.shift if site.first else None
-        if site.columns is not None and gain is not None and factor.shift is not None:
+        gain, shift = factor.gain, factor.shift
+        if site.columns is not None and gain is not None and shift is not None:
             raise UnsupportedAdapterError(
                 f"{factor.path!r}: DoRA on a layer with a bias whose inputs are split over ranks is not served."
             )
@@ -187,12 +186,12 @@ def pack(
                 site.index,
                 factor.rank,
                 ("a", factor.a, factor.rank, site.kind, site.columns),
-                _read_a(factor, site),
-                ("b", factor.b, factor.rank, factor.scaling, gain, site.rows),
-                _read_b(factor, site, gain),
+                read_a(factor, site),
+                ("b", factor.b, factor.rank, factor.scaling, gain, site.b_rows),
+                read_b(factor, site, gain),
             )
         if gain is not None or shift is not None:
-            builder.add_vectors(site.index, _vector(factor, "gain", gain, site), _vector(factor, "shift", shift, site))
+            builder.add_vectors(site.index, vector(factor, "gain", gain, site), vector(factor, "shift", shift, site))
     return _packed(builder, pin, place_extras(builder, saved, tokens, invocation, vocab_size, base_dtype))
 
 
@@ -215,15 +214,16 @@ def compose(
     for site in sorted({site for packed, _ in parts for site in packed.ranks}):
         here = [i for i, (packed, _) in enumerate(parts) if site in packed.ranks]
         views = [_factor_views(data[i], layout.sites[site], headers[i][site]) for i in here]
-        weights, kind = [parts[i][1] for i in here], layout.sites[site].kind
-        a, b = [a for a, _ in views], [b for _, b in views]
+        weights, where = [parts[i][1] for i in here], layout.sites[site]
+        kind, ranks = where.kind, [where.padded(parts[i][0].ranks[site]) for i in here]
+        a, b = [a for a, _ in views], [_rows_to(b, rank) for (_, b), rank in zip(views, ranks, strict=True)]
         counts = None
         if kind == "experts":  # shared ones beside others: one for each expert
             counts = max(len(t) for t in a), max(len(t) for t in b)
             a, b = [t.expand(counts[0], -1, -1) for t in a], [t.expand(counts[1], -1, -1) for t in b]
         builder.add(
             site,
-            sum(parts[i][0].ranks[site] for i in here),
+            sum(ranks),
             ("a", *((i, headers[i][site][0]) for i in here)),
             concatenated(a, 0 if kind == "linear" else 1),
             ("b", *((i, headers[i][site][1]) for i in here)),
@@ -245,6 +245,11 @@ def _factor_views(data: torch.Tensor, site: Site, row: Sequence[int]) -> tuple[t
     a = data[a_off : a_off + math.prod(a_shape)].view(a_shape)
     b = data[b_off : b_off + math.prod(b_shape)].view(b_shape)
     return a, b
+
+
+def _rows_to(b: torch.Tensor, rank: int) -> torch.Tensor:
+    """B of a part of a mix, `[its rank, out]`, with rows of zeros up to `rank`; experts' as they are."""
+    return b if b.dim() == 3 or len(b) == rank else torch.cat([b, b.new_zeros(rank - len(b), b.shape[1])])
 
 
 def _counts(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int] | None:
@@ -283,67 +288,3 @@ def _add_experts(builder: Builder, factor: Factor, site: Site) -> None:
         fill_b,
         counts,
     )
-
-
-def _read_a(factor: Factor, site: Site) -> Fill:
-    shape = (factor.rank, site.whole[0])
-    stored = stored_of(factor.a) if site.columns is None else None
-    if stored is not None:
-        _check(factor, "A", stored.shape, shape)
-        return Recipe(stored, transposed=site.kind == "embedding")
-
-    def fill(out: torch.Tensor) -> None:
-        assert factor.a is not None, "factors of rank 0 have no A"
-        a = factor.a.read()
-        _check(factor, "A", a.shape, shape)
-        out.copy_(a.t() if site.kind == "embedding" else cut(a, site.columns, 1))
-
-    return fill
-
-
-def _read_b(factor: Factor, site: Site, gain: Any) -> Fill:
-    shape = (site.whole[1], factor.rank)
-    stored = stored_of(factor.b) if gain is None and (site.rows is None or len(site.rows) == 1) else None
-    if stored is not None:
-        _check(factor, "B", stored.shape, shape)
-        stored = stored if site.rows is None else stored.rows(*site.rows[0])
-        return Recipe(stored, transposed=True, scale=factor.scaling)
-
-    def fill(out: torch.Tensor) -> None:
-        assert factor.b is not None, "factors of rank 0 have no B"
-        b = factor.b.read()
-        _check(factor, "B", b.shape, shape)
-        b = cut(b, site.rows, 0)
-        if gain is not None:
-            columns = _read_vector(factor, "gain", gain, site).mul(factor.scaling)
-            out.copy_(b.t().to("cpu", torch.float32) * columns)
-        elif b.dtype == out.dtype and b.device.type == "cpu":
-            # One pass: the product of a half-precision tensor and a number is computed in fp32 and rounded once.
-            torch.mul(b.t(), factor.scaling, out=out)
-        else:
-            out.copy_(b.t().to(torch.float32).mul(factor.scaling))
-
-    return fill
-
-
-def _vector(factor: Factor, name: str, ref: Any, site: Site) -> Vector | None:
-    if ref is None:
-        return None
-
-    def fill(out: torch.Tensor) -> None:
-        out.copy_(_read_vector(factor, name, ref, site))
-
-    return ref, fill
-
-
-def _read_vector(factor: Factor, name: str, ref: Any, site: Site) -> torch.Tensor:
-    vector: torch.Tensor = ref.read()
-    _check(factor, name, vector.shape, (site.whole[1],))
-    return cut(vector, site.rows, 0).to("cpu", torch.float32)
-
-
-def _check(factor: Factor, name: str, found: Sequence[int], shape: tuple[int, ...]) -> None:
-    if tuple(found) != shape:
-        raise AdapterMatchError(
-            f"{factor.path!r}, slice {factor.slice}: {name} has shape {tuple(found)}, the layer needs {shape}."
-        )

@@ -203,10 +203,11 @@ class Registry:
         """Raises: AdapterNotFoundError, with the closest names."""
         entry = self.entries.get(name) if isinstance(name, str) else None
         if entry is None:
-            known = closest(str(name), self.entries) or (
-                f" Loaded: {', '.join(map(repr, list(self.entries)[:8]))}." if self.entries else " None is loaded."
+            known = closest(str(name), self.entries)
+            known += f" Registered: {', '.join(map(repr, list(self.entries)[:8]))}." if self.entries else " None is."
+            raise AdapterNotFoundError(
+                f"No adapter {name!r} is registered.{known} Correct the name, or load it first with load_adapter."
             )
-            raise AdapterNotFoundError(f"No adapter {name!r} is loaded.{known} Load it first with load_adapter.")
         return entry
 
     def check_room(self, name: str) -> None:

@@ -108,6 +108,11 @@ class AdapterStore(LeasingStore):
         ahead.begin()
         return ahead
 
+    def registered(self) -> list[tuple[Hashable, ...]]:
+        """Name, identity and pin of each adapter, in the order of registration."""
+        with self._lock:
+            return [(entry.name, entry.tag, entry.pinned) for entry in self._registry]
+
     @contextmanager
     def parked(self, thread: int | None, by: int) -> Iterator[None]:
         """A thread that holds slots goes on only when the thread `by` lets it: `by` need not wait for these slots."""

@@ -50,6 +50,8 @@ class Engine:
         handle = getattr(model, "multilora", None)
         if handle is None:
             raise ModelError("The model is not enabled: enable_multilora(model, on_demand=False) first.")
+        if handle.calls.agreement is not None:
+            raise ModelError("A server runs in one process, and this model is shared by ranks (tensor parallelism).")
         if handle.config.on_demand:
             raise ConfigError(
                 "A server's model needs enable_multilora(model, on_demand=False): names come from clients."

@@ -82,4 +82,6 @@ class Settings:
                     "An API key must be printable ASCII without spaces: others cannot travel in a header."
                 )
         if self.adapters is not None and not Path(self.adapters).is_dir():
-            raise ConfigError(f"adapters={str(self.adapters)!r}: no such folder. It holds one sub-folder per adapter.")
+            raise ConfigError(
+                f"adapters={str(self.adapters)!r}: no such folder. Name one that holds a sub-folder per adapter."
+            )

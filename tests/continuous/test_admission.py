@@ -48,13 +48,13 @@ class Seats:
 class Queue:
     """Requests that arrive, wait, run for a number of steps and end; as the scheduler would have it."""
 
-    def __init__(self, slots, patience=3, fairness="arrival", room=100):
+    def __init__(self, slots, patience=3, fairness="arrival", room=100, ranks=False):
         self.seats, self.room = Seats(slots), room
         self.waiting, self.running, self.served, self.begun = [], {}, {}, []
         self.resident: set = set()
         self.admission = Admission(
             self.seats, lambda state, seat: None, lambda: self.served, lambda name: self.running[name][1], patience,
-            fairness,
+            fairness, ranks,
         )  # fmt: skip
 
     def add(self, name, key, steps=1):
@@ -119,6 +119,16 @@ def test_who_has_a_seat_goes_before_who_lies_in_a_slot_before_who_must_be_brough
     for name, key in [("c1", "c"), ("b1", "b"), ("a2", "a")]:
         queue.add(name, key)
     assert queue.step() == ["a2", "b1"]
+
+
+def test_over_ranks_what_lies_in_a_slot_by_chance_does_not_count():
+    queue = Queue(slots=2, ranks=True)
+    queue.add("a1", "a", steps=5)
+    queue.step()
+    queue.resident = {"a", "b"}
+    for name, key in [("c1", "c"), ("b1", "b"), ("a2", "a")]:
+        queue.add(name, key)
+    assert queue.step() == ["a2", "c1"]
 
 
 @pytest.mark.parametrize("patience", [1, 4, 9])

@@ -54,6 +54,9 @@ def refused(generate, tmp_path, source, *more, **options) -> str:
         ({**GOOD, "max_new_tokens": None}, ['"max_new_tokens"']),
         ({**GOOD, "text": "", "error": 1}, ['"text", "error"', "Rename"]),
         ('{"prompt": "a", "id": "\\ud800"}', ["half of a character"]),
+        ('{"prompt": "a", "adapter": "a", "adapter": null}', ['"adapter" comes twice']),
+        ('{"prompt": "a", "score": 1e999}', ["number", "too large"]),
+        (f'{{"prompt": "a", "id": {"9" * 5000}}}', ["digits"]),
     ],
 )
 def test_wrong_line(generate, tmp_path, line, words):

@@ -17,7 +17,9 @@ import pytest
 from bulk_bed import SMALL, answer, read_lines, write_adapter, write_lines
 from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
 
+from hf_multilora.bulk.lines import Line
 from hf_multilora.bulk.partial import Partial
+from hf_multilora.errors import ConfigError
 
 VERSIONS = {None: None, "a": 1, "b": 2, "c": 3}
 ASKED = [{"id": i, "prompt": f"Say {i}", "adapter": [None, "a", "b", "c"][i % 4]} for i in range(12)]
@@ -246,3 +248,34 @@ def test_killed(source, partial, adapters, tmp_path, model, generate):
     assert code == 0 and read_lines(tmp_path / "out.jsonl") == want
     left = [line["tokens"] for number, line in enumerate(want, 1) if number not in kept]
     assert (found["resumed"], found["new_tokens"]) == (len(kept), sum(left))
+
+
+def test_two_runs_at_once(tmp_path):
+    """One of them, with its own answers: whatever the other has written counts for nothing."""
+
+    def made() -> Partial:
+        return Partial(output, {}, {}, {""}, 3, False)
+
+    def answer_of(line: int) -> dict[str, str]:
+        return {"text": f"to {line}"}
+
+    output, lines = tmp_path / "out.jsonl", [Line(number, {"prompt": "?"}) for number in (1, 2, 3)]
+    one, other = made(), made()  # neither finds anything
+    for line in (1, 2, 3):
+        one.add(line, "", answer_of(line))
+        other.add(4 - line, "", answer_of(4 - line))
+    third = made()
+    with pytest.raises(ConfigError, match="another run"):
+        third.add(1, "", answer_of(1))
+    for partial in (one, other):
+        assert partial.finish(lines) == []
+        assert [line["text"] for line in read_lines(output)] == ["to 1", "to 2", "to 3"]
+    output.unlink()
+    torn = made()
+    for line in (1, 2, 3):
+        torn.add(line, "", answer_of(line))
+    content = torn.path.read_bytes()
+    torn.path.write_bytes(content.replace(b'"line": 2', b'"line": 3'))
+    with pytest.raises(ConfigError, match="has changed while"):
+        torn.finish(lines)
+    assert not output.exists()

@@ -15,14 +15,17 @@ import torch
 import torch.distributed as dist
 import transformers
 from models import FAMILIES, VOCAB, prompts
+from one_gpu import gather_through_host
 from oracle import make_adapter, relative_error, specs
 from safetensors.torch import load_file, save_file
 from transformers.distributed import DistributedConfig
 
 from hf_multilora import disable_multilora, enable_multilora
+from hf_multilora.adapters.dtensors import _summed as summed
 from hf_multilora.errors import ModelError, MultiLoraError
 
 NEW = 6
+MODE = {"fully_sharded_loras": False}  # of the scene that is played
 SCENES: dict[str, Callable[..., Any]] = {}
 
 
@@ -31,8 +34,12 @@ def scene(play: Callable[..., Any]) -> Callable[..., Any]:
     return play
 
 
+def sharded() -> bool:
+    return MODE["fully_sharded_loras"]
+
+
 def device() -> str:
-    return os.environ["TP_DEVICE"] + (f":{dist.get_rank()}" if os.environ["TP_DEVICE"] == "cuda" else "")
+    return "cpu" if os.environ["TP_DEVICE"] == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"
 
 
 def families(name: str) -> Any:
@@ -50,6 +57,7 @@ def saved(name: str, folder: str) -> tuple[Path, dict[str, Path]]:
     place, base = Path(folder), families(name)
     kinds = {**specs(FAMILIES[name])}
     kinds["dora"] = {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": list(FAMILIES[name].attention)}
+    kinds["dora_mlp"] = {**kinds["dora"], "target_modules": list(FAMILIES[name].mlp)}
     kinds["biased"] = {"r": 4, "lora_alpha": 8, "lora_bias": True, "target_modules": list(FAMILIES[name].mlp)}
     kinds["head"] = {
         "r": 2, "lora_alpha": 4, "target_modules": list(FAMILIES[name].attention), "modules_to_save": ["lm_head"],
@@ -95,8 +103,11 @@ def mixed(family: str, folder: str, plan: Mapping[str, str] | None = None) -> di
     place, folders = saved(family, folder)
     whole = enable_multilora(families(family).to(device()), max_loras=4)
     parts = split(place, plan)
-    bare = parts(**on(prompts(3, seed=3))).logits
-    shared = enable_multilora(parts, max_loras=4)
+    with torch.no_grad():
+        bare, beside = (parts(**on(prompts(rows, seed=seed))).logits for rows, seed in ((3, 3), (5, 0)))
+    own = dict(whole.named_parameters())
+    assert all(torch.equal(summed(p), own[name]) for name, p in parts.named_parameters() if hasattr(p, "placements"))
+    shared = enable_multilora(parts, max_loras=4, **MODE)
     refused = {}
     for name, adapter in folders.items():
         whole.multilora.load(adapter, name)
@@ -105,7 +116,7 @@ def mixed(family: str, folder: str, plan: Mapping[str, str] | None = None) -> di
         except MultiLoraError as error:
             refused[name] = str(error)
     kinds = [name for name in folders if name not in refused]
-    errors, told = {}, {}
+    errors, told, base = {}, {}, True
     for first in range(0, len(kinds), 3):
         some = kinds[first : first + 3]
         ids: list[Any] = [None, *some, some[0]]
@@ -113,6 +124,7 @@ def mixed(family: str, folder: str, plan: Mapping[str, str] | None = None) -> di
         with torch.no_grad():
             want, got = (model(**inputs, adapter_ids=ids).logits for model in (whole, shared))
             plain = whole(**inputs).logits
+        base = base and (first > 0 or torch.equal(got[0], beside[0]))
         for row, name in enumerate(ids):
             real = inputs["attention_mask"][row].bool()
             errors[f"{name} {row}"] = relative_error(got[row][real], want[row][real])
@@ -128,12 +140,15 @@ def mixed(family: str, folder: str, plan: Mapping[str, str] | None = None) -> di
     again = tokens(shared, inputs, ids) == tokens(whole, inputs, ids)
     shared.multilora.unload(kinds[0])
     layers = {site.path: (site.in_features, site.out_features) for site in shared.multilora._layout.sites}
+    slot_bytes = shared.multilora.status().slot_bytes
+    estimate = shared.multilora.estimate_memory(fully_sharded_loras=True)["slot"]
     disable_multilora(shared)
     with torch.no_grad():
         undone = torch.equal(bare, shared(**on(prompts(3, seed=3))).logits)
     return {
         "errors": errors, "told": told, "alike": alike, "waves": waves, "again": again, "refused": refused,
-        "undone": undone, "layers": layers,
+        "undone": undone, "layers": layers, "base": base, "slot": slot_bytes,
+        "estimate": estimate,
     }  # fmt: skip
 
 
@@ -142,11 +157,11 @@ def compiled(family: str, folder: str) -> dict[str, Any]:
     """The same from compiled forwards (without a backend: what Dynamo makes of it runs as it is)."""
     place, folders = saved(family, folder)
     whole = enable_multilora(families(family).to(device()), max_loras=4)
-    shared = enable_multilora(split(place), max_loras=4)
+    shared = enable_multilora(split(place), max_loras=4, **MODE)
     for model in (whole, shared):
         for name in ("r8", "r3", "r1"):
             model.multilora.load(folders[name], name)
-    backend = "inductor" if os.environ["TP_DEVICE"] == "cuda" else "eager"
+    backend = "inductor" if os.environ["TP_DEVICE"] == "cuda" else "aot_eager" if sharded() else "eager"
     step = torch.compile(shared, backend=backend)
     ids = ["r8", None, "r3", "r1"]
     inputs = on(prompts(4, seed=5))
@@ -160,33 +175,20 @@ def compiled(family: str, folder: str) -> dict[str, Any]:
 
 @scene
 def refusals(family: str, folder: str) -> dict[str, Any]:
-    """What ranks share and adapters cannot follow is refused by name: experts, and layers that are saved whole."""
+    """What ranks share and an adapter saves whole is refused by name."""
     place, _ = saved(family, folder)
     shared = enable_multilora(split(place), max_loras=2)
     whole, said = Path(folder, "whole"), {}
-    mixture = transformers.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
     if dist.get_rank() == 0:
         make_adapter(families(family), whole, 3, r=2, target_modules=["q_proj"], modules_to_save=["o_proj"])
         tensors = load_file(whole / "adapter_model.safetensors")
         trained = {name: t + 0.5 if "o_proj" in name else t for name, t in tensors.items()}  # no copy of the base's
         save_file(trained, whole / "adapter_model.safetensors", metadata={"format": "pt"})
-        transformers.Qwen3MoeForCausalLM(mixture).save_pretrained(Path(folder, "mixture"))
     dist.barrier()
-    path = "base_model.model.model.layers.0.mlp.experts.1.down_proj.lora_"
-    experts = {f"{path}A.weight": torch.ones(2, 16), f"{path}B.weight": torch.ones(32, 2)}
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["down_proj"]}
-    mixed = enable_multilora(split(Path(folder, "mixture")), max_loras=2)
-    for what, act in {
-        "saved": lambda: shared.multilora.load(whole, "whole"),
-        "experts": lambda: mixed.multilora.load(experts, "experts", config=config),
-    }.items():
-        try:
-            act()
-        except MultiLoraError as error:
-            said[what] = str(error)
+    try:
+        shared.multilora.load(whole, "whole")
+    except MultiLoraError as error:
+        said["saved"] = str(error)
     return said
 
 
@@ -194,7 +196,7 @@ def refusals(family: str, folder: str) -> dict[str, Any]:
 def disagreement(family: str, folder: str) -> dict[str, Any]:
     """Ranks that do different things hear of it, and go on."""
     place, folders = saved(family, folder)
-    shared, rank = enable_multilora(split(place), max_loras=4), dist.get_rank()
+    shared, rank = enable_multilora(split(place), max_loras=4, **MODE), dist.get_rank()
     shared.multilora.load(folders["r8"], "a")
     said = {}
     for what, act in {
@@ -216,7 +218,7 @@ def gradients(family: str, folder: str) -> dict[str, Any]:
     """The same without torch.no_grad(), where transformers computes with DTensors."""
     place, folders = saved(family, folder)
     whole = enable_multilora(families(family).to(device()), max_loras=4)
-    shared = enable_multilora(split(place), max_loras=4)
+    shared = enable_multilora(split(place), max_loras=4, **MODE)
     for model in (whole, shared):
         model.multilora.load(folders["r8"], "a")
     inputs, ids = on(prompts(3)), ["a", None, "a"]
@@ -233,7 +235,7 @@ def gradients(family: str, folder: str) -> dict[str, Any]:
 def killed(family: str, folder: str) -> dict[str, Any]:
     """Rank 1 goes away in the middle; rank 0 has an error, and no endless wait."""
     place, folders = saved(family, folder)
-    shared = enable_multilora(split(place), max_loras=4)
+    shared = enable_multilora(split(place), max_loras=4, **MODE)
     shared.multilora.load(folders["r8"], "a")
     tokens(shared, on(prompts(2)), ["a", None])
     print("ready", flush=True)
@@ -245,19 +247,30 @@ def on(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.to(device()) for name, tensor in inputs.items()}
 
 
+def play_one(name: str, *arguments: str) -> Any:
+    """A scene, fully sharded where "@sharded" follows its name."""
+    scene, _, mode = name.partition("@")
+    MODE["fully_sharded_loras"] = mode == "sharded"
+    return SCENES[scene](*arguments)
+
+
 def main() -> None:
     name, *arguments, folder = sys.argv[1:]
     torch.set_num_threads(1)
     if os.environ["TP_DEVICE"] == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if os.environ["TP_DEVICE"] == "cuda" else "gloo")
+    dist.init_process_group(os.environ["TP_BACKEND"])
+    if os.environ["TP_DEVICE"] == "cuda" and os.environ["TP_BACKEND"] == "gloo":
+        gather_through_host()
     try:
-        found = {one: SCENES[one](*arguments, folder) for one in name.split("+")}
+        found = {}
+        for one in name.split("+"):
+            found[one] = play_one(one, *arguments, folder)
+            Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # at once: the others would wait for this one
-    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # what is captured or compiled may hold the group

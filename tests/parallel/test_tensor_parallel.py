@@ -5,15 +5,19 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch
+from models import FAMILIES
 from ranks import play, start
+
+from hf_multilora import enable_multilora
+from hf_multilora.api import estimate_memory
+from hf_multilora.errors import ConfigError, ModelError
 
 TOLERANCE = 1e-5
 
 
 def check(found: dict, halved: dict[str, tuple[int, int]]) -> None:
     """What a rank found in a `mixed` scene; `halved`: (in, out) of layers as it should hold them."""
-    assert found["refused"] == {} and found["undone"]
+    assert found["refused"] == {} and found["undone"] and found["base"]
     assert len(found["errors"]) > 10 and max(found["errors"].values()) < TOLERANCE, found["errors"]
     assert min(found["told"].values()) > 0.1, "each adapter changes something"
     assert found["alike"] and found["waves"] and found["again"], "tokens of generate()"
@@ -25,14 +29,25 @@ LLAMA = {
     "self_attn.q_proj": (48, 24), "self_attn.k_proj": (48, 12), "self_attn.o_proj": (24, 48),
     "mlp.up_proj": (48, 40), "mlp.down_proj": (40, 48),
 }  # fmt: skip
+# Of both layers at rank 64 in fp32: half of A of q, k, v, gate and up, half of B of o and down; and two tables more.
+LLAMA_SAVED = 2 * 4 * 32 * (5 * 48 + 2 * 48)
+# The same: half of A of gate and up, half of B of o and down.
+PHI_SAVED = 2 * 4 * 32 * (2 * 48 + 2 * 48)
+HEADERS = 4096
 
 
 def test_llama_over_two_ranks() -> None:
-    for found in play("mixed+compiled+gradients+refusals+disagreement", "llama"):
+    both = "mixed+mixed@sharded+compiled+compiled@sharded+gradients+gradients@sharded"
+    for found in play(f"{both}+refusals+disagreement", "llama"):
         check(found["mixed"], LLAMA)
-        assert found["compiled"]["error"] < TOLERANCE and found["gradients"]["error"] < TOLERANCE
+        check(found["mixed@sharded"], LLAMA)
+        slots = found["mixed"]["slot"], found["mixed@sharded"]["slot"]
+        assert slots[0] - slots[1] == pytest.approx(LLAMA_SAVED, abs=HEADERS), "bytes of a slot"
+        assert found["mixed"]["estimate"] == found["mixed@sharded"]["estimate"] == slots[1]
+        for mode in ("", "@sharded"):
+            assert found[f"compiled{mode}"]["error"] < TOLERANCE
+            assert found[f"gradients{mode}"]["error"] < TOLERANCE
         assert "o_proj" in found["refusals"]["saved"] and "ranks" in found["refusals"]["saved"]
-        assert "experts" in found["refusals"]["experts"] and "ranks share" in found["refusals"]["experts"]
         said = found["disagreement"]["said"]
         assert set(said) == {"name", "content", "ids", "unknown"}
         for what in ("name", "content", "ids"):
@@ -42,9 +57,21 @@ def test_llama_over_two_ranks() -> None:
 
 def test_packed_layers_over_two_ranks() -> None:
     """Phi-3 by its own plan, which gathers what it has packed, and by one that leaves it split."""
-    for found in play("mixed+packed", "phi3"):
+    for found in play("mixed+packed+packed@sharded", "phi3"):
         check(found["mixed"], {"self_attn.o_proj": (24, 48), "mlp.down_proj": (40, 48)})
-        check(found["packed"], {"mlp.gate_up_proj": (48, 40), "mlp.down_proj": (40, 48)})
+        for mode in ("packed", "packed@sharded"):
+            check(found[mode], {"mlp.gate_up_proj": (48, 40), "mlp.down_proj": (40, 48)})
+        slots = found["packed"]["slot"], found["packed@sharded"]["slot"]
+        assert slots[0] - slots[1] == pytest.approx(PHI_SAVED, abs=HEADERS), "bytes of a slot"
+
+
+def test_a_model_of_one_process_is_not_fully_sharded() -> None:
+    model = FAMILIES["llama"].build()
+    for act in (enable_multilora, estimate_memory):
+        with pytest.raises(ModelError, match="not shared by several"):
+            act(model, fully_sharded_loras=True)
+    with pytest.raises(ConfigError, match="fully_sharded_loras='yes'"):
+        enable_multilora(model, fully_sharded_loras="yes")
 
 
 def test_a_killed_rank_is_an_error_and_no_endless_wait(tmp_path) -> None:
@@ -65,9 +92,16 @@ def test_a_killed_rank_is_an_error_and_no_endless_wait(tmp_path) -> None:
 
 
 @pytest.mark.gpu
-def test_two_gpus() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    for found in play("mixed+compiled+disagreement", "llama", device="cuda"):
-        check(found["mixed"], LLAMA)
-        assert found["compiled"]["error"] < TOLERANCE
+def test_ranks_on_gpus() -> None:
+    """Our kernels on the parts of layers. On one GPU both ranks share it."""
+    for found in play("mixed+mixed@sharded+compiled+compiled@sharded+disagreement", "llama", device="cuda"):
+        for mode in ("", "@sharded"):
+            check(found[f"mixed{mode}"], LLAMA)
+            assert found[f"compiled{mode}"]["error"] < TOLERANCE
+
+
+@pytest.mark.gpu
+def test_packed_layers_on_gpus() -> None:
+    for found in play("mixed+packed", "phi3", device="cuda"):
+        check(found["mixed"], {"self_attn.o_proj": (24, 48), "mlp.down_proj": (40, 48)})
+        check(found["packed"], {"mlp.gate_up_proj": (48, 40), "mlp.down_proj": (40, 48)})

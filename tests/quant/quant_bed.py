@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_ins
 import torch
+from quant import stand_ins
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_multilora import enable_multilora
 
+DEVICE = "cpu"  # where models are built and run
 VOCAB = 113
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK = 4
@@ -65,7 +66,7 @@ class Kind:
         pytest.importorskip(self.needs)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return self.make().eval()
+            return self.make().to(DEVICE).eval()
 
     @property
     def row(self) -> str:
@@ -118,7 +119,9 @@ def saved() -> Path:
 
 
 def loaded(quantisation: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    return LlamaForCausalLM.from_pretrained(saved(), quantization_config=quantisation, dtype=dtype)
+    return LlamaForCausalLM.from_pretrained(
+        saved(), quantization_config=quantisation, dtype=dtype, device_map={"": DEVICE}
+    )
 
 
 def replaced(make: Callable[[nn.Linear], nn.Module], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -186,17 +189,20 @@ def _compressed_folder(bits: int, kind: str) -> Path:
 
 
 def _compressed(bits: int, kind: str) -> PreTrainedModel:
-    return LlamaForCausalLM.from_pretrained(_compressed_folder(bits, kind), dtype=torch.float32)
+    return LlamaForCausalLM.from_pretrained(
+        _compressed_folder(bits, kind), dtype=torch.float32, device_map={"": DEVICE}
+    )
 
 
 def _hqq(linear: nn.Linear) -> nn.Module:
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
     options = BaseQuantizeConfig(nbits=4, group_size=64, axis=1)
-    return HQQLinear(linear, options, compute_dtype=torch.float32, device="cpu")
+    return HQQLinear(linear, options, compute_dtype=torch.float32, device=DEVICE)
 
 
 _CPU = "real, CPU"
+_BOTH = "real, CPU and H200"
 
 _BF16 = torch.bfloat16
 _EXACT = 1e-5  # what sums in another order come to where all is float32
@@ -204,23 +210,23 @@ _EXACT = 1e-5  # what sums in another order come to where all is float32
 KINDS: dict[str, Kind] = {
     "bnb4": Kind(
         "bitsandbytes, 4 bits (nf4, nested)",
-        _CPU,
+        _BOTH,
         lambda: bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
         "bitsandbytes",
     ),
     "bnb8": Kind(
         "bitsandbytes, 8 bits, llm_int8_threshold=0.0",
-        _CPU,
+        _BOTH,
         lambda: bnb(load_in_8bit=True, llm_int8_threshold=0.0),
         "bitsandbytes",
         tolerance=3e-2,
     ),
     "ao_int8": Kind(
-        "torchao, int8 weights", _CPU, lambda: _torchao("Int8WeightOnlyConfig"), "torchao", tolerance=_EXACT
+        "torchao, int8 weights", _BOTH, lambda: _torchao("Int8WeightOnlyConfig"), "torchao", tolerance=_EXACT
     ),
     "ao_int8_dynamic": Kind(
         "torchao, int8 weights and activations",
-        _CPU,
+        _BOTH,
         lambda: _torchao("Int8DynamicActivationInt8WeightConfig"),
         "torchao",
         tolerance=3e-2,
@@ -234,11 +240,11 @@ KINDS: dict[str, Kind] = {
         tolerance=_EXACT,
     ),
     "ao_fp8": Kind(
-        "torchao, fp8 weights", _CPU, lambda: _torchao("Float8WeightOnlyConfig"), "torchao", tolerance=_EXACT
+        "torchao, fp8 weights", _BOTH, lambda: _torchao("Float8WeightOnlyConfig"), "torchao", tolerance=_EXACT
     ),
     "ct_w4": Kind(
         "compressed-tensors, int4 weights",
-        _CPU,
+        _BOTH,
         lambda: _compressed(4, "int"),
         "compressed_tensors",
         tolerance=_EXACT,
@@ -246,7 +252,7 @@ KINDS: dict[str, Kind] = {
     ),
     "ct_int8": Kind(
         "compressed-tensors, int8 weights and activations",
-        _CPU,
+        _BOTH,
         lambda: _compressed(8, "int"),
         "compressed_tensors",
         tolerance=3e-2,
@@ -254,7 +260,7 @@ KINDS: dict[str, Kind] = {
     ),
     "ct_fp8": Kind(
         "compressed-tensors, fp8 weights and activations",
-        _CPU,
+        _BOTH,
         lambda: _compressed(8, "float"),
         "compressed_tensors",
         tolerance=3e-2,
@@ -263,13 +269,15 @@ KINDS: dict[str, Kind] = {
     "hqq": Kind("HQQ, 4 bits", f"{_CPU}; not in CI", lambda: replaced(_hqq), "hqq", tolerance=_EXACT),
     "bitnet": Kind(
         "BitLinear",
-        "real class, CPU",
+        "real class, CPU and H200",
         lambda: replaced(stand_ins.bit_linear),
         tolerance=1e-2,
         compiles=False,
         context=lambda: torch.compiler.set_stance("force_eager"),
     ),
-    "gguf": Kind("GGUF (GgufLinear)", "real class, CPU", lambda: replaced(stand_ins.gguf_linear), tolerance=_EXACT),
+    "gguf": Kind(
+        "GGUF (GgufLinear)", "real class, CPU and H200", lambda: replaced(stand_ins.gguf_linear), tolerance=_EXACT
+    ),
     "fp8": Kind(
         "FP8Linear, in blocks", "stand-in", lambda: replaced(stand_ins.fp8_linear), tolerance=_EXACT, compiles=None
     ),
@@ -291,7 +299,7 @@ KINDS: dict[str, Kind] = {
 
 def inputs() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(1, VOCAB, (4, 9), generator=generator)
+    ids = torch.randint(1, VOCAB, (4, 9), generator=generator).to(DEVICE)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -336,7 +344,7 @@ def enabled(model: PreTrainedModel, adapters: Mapping[str, tuple[int, bool]], **
 @torch.no_grad()
 def weight_of(layer: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """What a layer multiplies by, float32 [out, in]: its outputs for the identity, without its bias."""
-    identity = torch.eye(int(layer.in_features), dtype=dtype)
+    identity = torch.eye(int(layer.in_features), dtype=dtype, device=DEVICE)
     rows = layer(identity).float()
     bias = getattr(layer, "bias", None)
     return (rows if bias is None else rows - bias.float()).t()
@@ -353,12 +361,12 @@ def with_delta(model: PreTrainedModel, seed: int, dora: bool, dtype: torch.dtype
         key = f"base_model.model.{path}"
         if f"{key}.lora_A.weight" not in tensors:
             continue
-        a = tensors[f"{key}.lora_A.weight"]
-        b = tensors[f"{key}.lora_B.weight"] * SCALING
+        a = tensors[f"{key}.lora_A.weight"].to(DEVICE)
+        b = tensors[f"{key}.lora_B.weight"].to(DEVICE) * SCALING
         gain: Any = 1.0
         if dora:
             adapted = weight_of(layer, dtype) + b @ a
-            gain = tensors[f"{key}.lora_magnitude_vector"] / adapted.norm(dim=1)
+            gain = tensors[f"{key}.lora_magnitude_vector"].to(DEVICE) / adapted.norm(dim=1)
 
         def add(
             module: nn.Module, args: Any, y: torch.Tensor, a: Any = a, b: Any = b, gain: Any = gain

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from quant_bed import KINDS, TARGETS, Kind, enabled, logits, relative, weight_of, with_delta
+from quant.quant_bed import (
+    KINDS,
+    TARGETS,
+    Kind,
+    adapter,
+    enabled,
+    logits,
+    lora_config,
+    relative,
+    weight_of,
+    with_delta,
+)
 
 from hf_multilora import disable_multilora
 from hf_multilora.errors import UnsupportedAdapterError
@@ -82,6 +94,37 @@ def test_dora(kind: Kind) -> None:
         return
     model = enabled(kind.build(), DORA)
     assert_rows(kind, logits(model, adapter_ids=IDS), rows(kind, DORA))
+
+
+SAVED = ("lm_head", "model.norm", "model.embed_tokens")
+
+
+def test_saved_whole(kind: Kind) -> None:
+    """What an adapter saves of the layers that are not quantised is its rows' alone, whoever comes afterwards."""
+    model, other = kind.build(), kind.build()
+    generator = torch.Generator().manual_seed(9)
+    tensors = dict(adapter(5))
+    with torch.no_grad():
+        bare = logits(model)
+        for path in SAVED:
+            weight = other.get_submodule(path).weight
+            own = weight * (1 + 0.5 * torch.randn(weight.shape, generator=generator).to(weight))
+            tensors[f"base_model.model.{path}.weight"] = own
+            weight.data.copy_(own)
+    with with_delta(other, 5, False, kind.dtype):
+        want = logits(other)
+    enabled(model, {}, slot_bytes=1 << 20)
+    config = {**lora_config(), "modules_to_save": [path.rpartition(".")[2] for path in SAVED]}
+    model.multilora.load(tensors, "own", config=config)
+    for _ in range(2):
+        got = logits(model, adapter_ids=["own", None, "own", None])
+        for row in (0, 2):
+            assert relative(got[row], want[row]) <= kind.tolerance
+        for row in (1, 3):
+            assert torch.equal(got[row], bare[row]), "another adapter's head, or part of it"
+    assert torch.equal(logits(copy.deepcopy(model), adapter_ids=["own", None, "own", None]), got)
+    disable_multilora(model)
+    assert torch.equal(logits(model), bare)
 
 
 def test_dequantised(kind: Kind) -> None:

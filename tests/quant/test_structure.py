@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import stand_ins
 import torch
-from quant_bed import KINDS, adapter, bnb, enabled, inputs, logits, lora_config, relative, replaced
+from accelerate import cpu_offload
+from quant import stand_ins
+from quant.quant_bed import KINDS, VOCAB, adapter, bnb, enabled, inputs, logits, lora_config, relative, replaced
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -52,9 +53,13 @@ def test_structure():
     assert not acts_as_linear(Pair(linear, qweight=torch.zeros(8, 32, dtype=torch.int32)))
 
 
+@pytest.mark.parametrize("make", [stand_ins.gptq_linear, stand_ins.gguf_linear, stand_ins.fbgemm_linear])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_slots_have_the_dtype_of_what_is_not_quantised(dtype: torch.dtype):
-    model = replaced(stand_ins.gptq_linear).to(dtype)
+@pytest.mark.parametrize("offload", [False, True])
+def test_slots_have_the_dtype_of_what_is_not_quantised(dtype: torch.dtype, make: Any, offload: bool):
+    model = replaced(make).to(dtype)
+    if offload:
+        cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
     model = enable_multilora(model, target_modules=["q_proj"])
     assert model.multilora.store.arena.dtype == dtype
     assert str(model.multilora.store.arena.device) == "cpu"
@@ -134,3 +139,14 @@ def test_readme_has_the_matrix():
 def bnb_or_skip(**options: Any) -> PreTrainedModel:
     pytest.importorskip("bitsandbytes")
     return bnb(**options).eval()
+
+
+def test_a_quantised_head_is_not_replaced():
+    """By one of another vocabulary either: the layer would read scales that are not that head's."""
+    model = bnb_or_skip(load_in_8bit=True, llm_int8_threshold=0.0, llm_int8_skip_modules=["none"])
+    enable_multilora(model, max_lora_rank=8, slot_bytes=1 << 20, extra_vocab_size=3)
+    config = {**lora_config(), "modules_to_save": ["lm_head", "embed_tokens"]}
+    table = torch.randn(VOCAB + 3, model.config.hidden_size)
+    tensors = {f"base_model.model.{path}.weight": table for path in ("lm_head", "model.embed_tokens")}
+    with pytest.raises(UnsupportedAdapterError, match=r"lm_head.weight takes the place.*quantised"):
+        model.multilora.load({**adapter(5), **tensors}, "a", config=config)

@@ -92,6 +92,7 @@ def test_chats(predictor):
     [
         ({"prompt": ["a"], "adaptor": ["a0"]}, ("adaptor", "adapter")),
         ({"prompt": ["a"], "text": ["b"]}, ("text", "Rename")),
+        ({"promt": ["a"], "adapter": ["a0"]}, ("promt", '"prompt" or "messages"', "'promt'")),
         ([1], ("list", "batch_format")),
     ],
 )
@@ -99,3 +100,28 @@ def test_batches_that_cannot_be_meant(predictor, batch, words):
     with pytest.raises(ConfigError) as refused:
         predictor(batch)
     assert all(word in str(refused.value) for word in words)
+
+
+def test_a_batch_that_breaks_off_leaves_nothing_to_the_next(predictor, monkeypatch):
+    """Its requests were under way: their answers are not those of the rows that come next."""
+    find, asked = predictor._find, 0
+
+    def denied(name):
+        nonlocal asked
+        asked += 1
+        if asked == 4:
+            raise PermissionError("no access")
+        return find(name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(predictor, "_find", denied)
+        with pytest.raises(PermissionError):
+            predictor({"prompt": ["One", "Two", "Three", "Four"], "adapter": ["a0", "a1", "a2", "a0"]})
+    for _ in range(2):
+        made = predictor({"prompt": ["Five", "Six", "Seven"], "adapter": ["a1", None, "a0"]})
+        assert made["text"].to_pylist() == [text("Five", 2), text("Six", None), text("Seven", 1)]
+
+
+def test_half_of_a_character(predictor):
+    made = predictor({"prompt": np.array(["One", "\ud800"], dtype=object), "adapter": ["a0", None]})
+    assert made["text"].to_pylist() == [text("One", 1), None] and "surrogate" in made["error"][1].as_py()

@@ -200,6 +200,10 @@ def test_engines_refuse_what_they_cannot_serve():
         Engine(enable_multilora(build()), tokenizer())
     with pytest.raises(ConfigError, match="num_blox"):
         Engine(enable_multilora(build(), on_demand=False), tokenizer(), num_blox=3)
+    shared = enable_multilora(build(), on_demand=False)
+    shared.multilora.calls.agreement = object()  # as a tensor-parallel model has one
+    with pytest.raises(ModelError, match="one process"):
+        Engine(shared, tokenizer())
 
 
 def test_poison_reaches_nobody_else(serve, folder, tmp_path):

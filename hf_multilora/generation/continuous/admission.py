@@ -53,6 +53,7 @@ class Admission:
         served: gives the tokens that keys have had so far.
         left: tokens that a request may still generate.
         patience, fairness: see above.
+        ranks: other ranks have to come to the same order, so that what lies in a slot by chance does not count.
     """
 
     def __init__(
@@ -63,9 +64,10 @@ class Admission:
         left: Callable[[str], int],
         patience: int,
         fairness: str,
+        ranks: bool = False,
     ) -> None:
         self._seats, self._board, self._served, self._left = seats, board, served, left
-        self._patience, self._fairness = patience, fairness
+        self._patience, self._fairness, self._ranks = patience, fairness, ranks
         self._emptied: dict[Key, Seat] = {}  # key of an overdue request -> the seat that is being emptied for it
 
     def offer(self, waiting: Sequence[Any], standings: Mapping[Key, Standing | None], turn: Turn) -> None:
@@ -153,7 +155,8 @@ class Admission:
             return (1, 0, carrier.arrived)
         standing = standings[carrier.key]
         assert standing is not None
-        return (2 if self._seats.get(standing.tag) else 3 if standing.resident else 4, tokens, carrier.arrived)
+        resident = standing.resident and not self._ranks
+        return (2 if self._seats.get(standing.tag) else 3 if resident else 4, tokens, carrier.arrived)
 
     def make_room(self, wanted: bool) -> None:
         """Calls outside of the manager (generate()) have waited for a slot for long, or do so no more."""

@@ -21,6 +21,7 @@ from ..calls import Calls
 from ..ids import Key, names_of
 from .admission import Admission, Turn
 from .prefix import Seeded
+from .ranks import Ranks
 from .reading import Reading
 from .requests import Carrier, carrier_of
 from .seats import Seat, Seats
@@ -39,10 +40,13 @@ class Batching:
         ensure: loads a name that is not registered; `missing` names those of a key, or raises for what never could be.
         fairness, patience: see `admission`.
         wake: wakes the generation thread.
+        ranks: that share the model, None for a model of one process.
 
     Attributes:
         processor, scheduler: transformers' own objects, as long as there are any.
         enabled: whether the model still is.
+        pausing: threads that have paused the generation thread.
+        batch: requests that were scheduled last.
     """
 
     def __init__(
@@ -54,16 +58,22 @@ class Batching:
         fairness: str,
         patience: int,
         wake: Callable[[], None],
+        ranks: Ranks | None = None,
     ) -> None:
         self.calls, self.store = calls, calls.store
         self.traffic = Traffic()
+        self.ranks = ranks
         self.enabled = True
+        self.pausing: list[int] = []
+        self.batch: Sequence[Any] = ()
         self.processor: Any = None
         self.scheduler: Any = None
         self.reading = Reading(self.store, ensure, self._woken)
         self.missing = missing
-        self.seats = Seats(self.store, check, self.reading.background)
-        self.admission = Admission(self.seats, self._board, self.traffic.served, self._left, patience, fairness)
+        self.seats = Seats(self.store, check, None if ranks else self.reading.background)
+        self.admission = Admission(
+            self.seats, self._board, self.traffic.served, self._left, patience, fairness, ranks is not None
+        )
         self._wake = wake
         self._turn: Turn | None = None
         self._budget = 0
@@ -76,9 +86,13 @@ class Batching:
         """A carrier for a new request; what is not registered begins to load. Called by the threads that add requests.
 
         Raises:
-            AdapterNotFoundError: a name that is not registered, and is nothing that could be loaded.
+            AdapterNotFoundError: a name that is not registered, and is nothing that could be loaded; or that ranks
+                would load, each at its own time.
         """
-        return Carrier(key, self.reading.loads(self.missing(key)))
+        missing = self.missing(key)
+        if self.ranks is not None:
+            self.ranks.check_loaded(missing)
+        return Carrier(key, self.reading.loads(missing))
 
     def _woken(self) -> None:
         self._fruitless = None
@@ -168,16 +182,19 @@ class Batching:
         standings = self.store.look(keys)
         self.reading.drop(standings)
         ready = [state for state in waiting if self._ready(state, standings, turn)]
-        self.admission.make_room(self.store.waited(("hf_multilora_slot",)) > _OTHERS_S)
+        if self.ranks is None:  # where there are some, nobody but the manager takes slots
+            self.admission.make_room(self.store.waited(("hf_multilora_slot",)) > _OTHERS_S)
         self.admission.offer(ready, standings, turn)
         for state, error in turn.refused:
             self.fail(state, error)
         # Nothing changes until a request comes or goes, or something else happens that nobody tells.
-        self._fruitless = None if turn.offered or turn.refused else time.monotonic() + _AGAIN_S
+        fruitful = turn.offered or turn.refused or self.ranks is not None
+        self._fruitless = None if fruitful else time.monotonic() + _AGAIN_S
         return turn.offered
 
     def _ready(self, state: Any, standings: Mapping[Key, Standing | None], turn: Turn) -> bool:
-        """Whether a request's adapter is registered and in host memory; what is not is being read."""
+        """Whether a request's adapter is registered and in host memory; what is not is being read. (Ranks read it when
+        they take the seat: all in the same step.)"""
         carrier = carrier_of(state)
         if carrier is None or carrier.key is None or carrier.seat is not None:
             return True
@@ -198,6 +215,8 @@ class Batching:
         if standing is None:
             turn.refused.append((state, self._gone(carrier.key)))
             return False
+        if self.ranks is not None:
+            return standings[carrier.key] is not None
         if not standing.ready:
             error = self.reading.read_again(carrier.key)
             if error is not None:

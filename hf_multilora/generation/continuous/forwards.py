@@ -16,6 +16,7 @@ from ...kernels.reference import Runs
 from ...packed import PackedState
 from ...rows import Saved, tabled
 from ..calls import Calls
+from .ranks import Ranks
 from .requests import carrier_of
 from .sampling import ALL
 from .seats import Seat
@@ -287,12 +288,16 @@ class Forwards:
 
     # -- after the forward
 
-    def fetch(self, ios: Any) -> None:
-        """Start to bring the flags of the forward that was just given to the device to the host."""
+    def fetch(self, ios: Any, ranks: Ranks | None) -> None:
+        """Start to bring the flags of the forward that was just given to the device to the host; those of all ranks,
+        for each guards its own heads."""
         pair = getattr(ios, "current_pair", 0)
         flags = self._fetched.get(pair)
         if flags is None:
             return
+        if ranks is not None:
+            with torch.cuda.stream(ios.compute_stream) if flags.is_cuda else nullcontext():
+                ranks.join_flags(flags)
         if flags.is_cuda:
             with torch.cuda.stream(ios.compute_stream):
                 host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)

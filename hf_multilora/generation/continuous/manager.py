@@ -16,6 +16,7 @@ from .batching import Batching
 from .forwards import Forwards, check_config
 from .logits import steer, steer_processors
 from .outputs import held_back
+from .ranks import Ranks, with_ranks
 from .requests import KEYWORD, Prompt
 from .steering import steer_processor
 
@@ -27,6 +28,7 @@ class LoraBatching:
 
     batching: Batching
     _forwards: Forwards
+    _options: tuple[Any, ...]  # what ranks have to agree about
 
     def adopt(self, handle: Any, fairness: str, patience: int, graphs_asked: bool) -> None:
         """Make a new manager of transformers' this.
@@ -42,25 +44,80 @@ class LoraBatching:
         config: Any = self.continuous_batching_config  # type: ignore[attr-defined]
         check_config(config)  # transformers may have found something to compile in the model's own config
         forwards = Forwards(handle.calls, handle.served_sites, config)
-        if not graphs_asked and self.model.device.type == "cuda" and not any(config.cuda_graph_booleans):  # type: ignore[attr-defined]
+        ranks = LoraBatching._meet(self, handle, config, graphs_asked)
+        cuda = self.model.device.type == "cuda"  # type: ignore[attr-defined]
+        if cuda and ranks is None and not graphs_asked and not any(config.cuda_graph_booleans):
             forwards.choose_graphs()
-        if self.distributed_helper.tp_size > 1:  # type: ignore[attr-defined]
-            raise ModelError(
-                "Continuous batching with adapters does not run under tensor parallelism in this version."
-            )
         wake = getattr(self, "_wake_up_loop", None) or self._has_new_requests  # type: ignore[attr-defined]
         calls = handle.calls
-        batching = Batching(calls, handle.check_layers, handle.ensure, handle.missing, fairness, patience, wake.set)
+        batching = Batching(
+            calls, handle.check_layers, handle.ensure, handle.missing, fairness, patience, wake.set, ranks
+        )
         columns = self.model.config.get_text_config().vocab_size + handle.config.extra_vocab_size  # type: ignore[attr-defined]
         steer_processors(self.logit_processor, batching, forwards, columns)  # type: ignore[attr-defined]
         steer(self.output_router, held_back, _held=[])  # type: ignore[attr-defined]
-        self.__dict__.update(batching=batching, _forwards=forwards)
+        options = (fairness, patience, handle.config.max_loras, config.max_requests_per_batch, config.scheduler_type)
+        self.__dict__.update(batching=batching, _forwards=forwards, _options=options)
         own: Any = type(self)
         self.__class__ = _class_of(own)
 
+    def _meet(self, handle: Any, config: Any, graphs_asked: bool) -> Ranks | None:
+        """The other ranks, None for a model of one process.
+
+        Raises:
+            ModelError: a configuration that ranks do not run.
+        """
+        helper: Any = self.distributed_helper  # type: ignore[attr-defined]
+        if (helper.tp_size > 1) != (handle.calls.agreement is not None):
+            raise ModelError("Continuous batching finds other ranks than the model's layers are split over.")
+        if helper.tp_size == 1:
+            return None
+        if graphs_asked and (any(config.cuda_graph_booleans) or config.use_async_batching):
+            raise ModelError(
+                "Continuous batching over the ranks of a tensor-parallel model runs eagerly and in step. Leave "
+                "use_cuda_graph and use_async_batching unset, or False."
+            )
+        config.use_cuda_graph, config.use_async_batching = (False, False), False
+        ranks = Ranks(helper)
+        steer(helper, with_ranks, _ranks=ranks)
+        return ranks
+
     def start(self) -> None:
+        """transformers' start.
+
+        Raises:
+            ModelError: the model was disabled; ranks that share it have other adapters or options; another manager
+                of these ranks runs.
+        """
         self._check_enabled()
+        batching, calls = self.batching, self.batching.calls
+        if batching.ranks is not None and not self.is_running():  # type: ignore[attr-defined]
+            calls.check_quiet("another manager is started")
+            batching.ranks.begin()
+            assert calls.agreement is not None
+            calls.agreement.check("their adapters and options", *self._options, *calls.store.registered())
         super().start()  # type: ignore[misc]
+
+    def beside(self) -> bool:
+        """Whether the generation thread runs and this thread has not paused it. One that is to stop is waited for."""
+        thread = self._generation_thread  # type: ignore[attr-defined]
+        me = threading.current_thread()
+        if thread is None or thread is me or me.ident in self.batching.pausing:
+            return False
+        if self.background_thread_status.can_accept_new_requests() is not None:  # type: ignore[attr-defined]
+            thread.join()
+        return bool(thread.is_alive())
+
+    def _handle_critical_error(self, error: Exception, *args: Any) -> None:
+        if self.batching.ranks is not None:
+            self.batching.ranks.failed = True
+        super()._handle_critical_error(error, *args)  # type: ignore[misc]
+
+    def check_alive(self) -> None:
+        """Raises: ModelError where ranks share the model, and an error has ended their loops."""
+        error = self.background_thread_status.fatal_error  # type: ignore[attr-defined]
+        if self.batching.ranks is not None and error is not None:
+            raise ModelError(f"Continuous batching has ended on this rank: {error}") from error
 
     def _check_enabled(self) -> None:
         if not self.batching.enabled:
@@ -68,10 +125,18 @@ class LoraBatching:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """transformers' pause. Slots of running requests are not waited for inside of it: that raises SlotError."""
+        """transformers' pause. Slots of running requests are not waited for inside of it: that raises SlotError.
+
+        Where ranks share a model, all of them pause, and do the same inside: load and unload adapters, or call it.
+        """
         thread = getattr(self._generation_thread, "ident", None)  # type: ignore[attr-defined]
-        with super().pause(), self.batching.store.parked(thread, threading.get_ident()):  # type: ignore[misc]
-            yield
+        me = threading.get_ident()
+        with super().pause(), self.batching.store.parked(thread, me):  # type: ignore[misc]
+            self.batching.pausing.append(me)
+            try:
+                yield
+            finally:
+                self.batching.pausing.remove(me)
 
     def add_request(
         self, input_ids, request_id=None, *args, adapter_id=None, adapter_name=None, **kwargs: Any
@@ -87,8 +152,10 @@ class LoraBatching:
         Raises:
             AdapterNotFoundError: a name that is not registered, and nothing that could be loaded.
             RoutingError: no id.
+            ModelError: the model was disabled; ranks share it, and an error has ended their loops.
         """
         self._check_enabled()
+        self.check_alive()
         if isinstance(input_ids, Prompt):
             key: Key | None = input_ids.key
         else:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import ContinuousBatchingConfig
 
 from ...errors import ModelError, RoutingError
+from ...parallel import alike
 from ..ids import one_of
 from .forwards import check_config
 from .manager import PATIENCE, LoraBatching, check_options, with_keys
@@ -76,11 +77,16 @@ class ContinuousBatchingMixin:
     def continuous_batching_context_manager(
         self, *args: Any, fairness: str | None = None, patience: int | None = None, **kwargs: Any
     ) -> Iterator[Any]:
-        """transformers' continuous_batching_context_manager, with the options of `init_continuous_batching`."""
+        """transformers' continuous_batching_context_manager, with the options of `init_continuous_batching`.
+
+        Raises:
+            ModelError: ranks share the model, and an error has ended their loops: they differ, or one has failed.
+        """
         with ExitStack() as stack:
             with _chosen(fairness, patience):
                 manager = stack.enter_context(super().continuous_batching_context_manager(*args, **kwargs))  # type: ignore[misc]
             yield manager
+        manager.check_alive()
 
     def generate_batch(
         self,
@@ -106,10 +112,18 @@ class ContinuousBatchingMixin:
         Raises:
             AdapterNotFoundError: a name that is not registered, and nothing that could be loaded.
             RoutingError: ids that do not fit the prompts.
+            ModelError: ranks that share the model name other ids, or one of them has failed.
         """
-        prompts = with_keys(self.multilora.calls.default, inputs, one_of(adapter_ids, adapter_names))
-        for key in {prompt.key for prompt in prompts}:
-            self.multilora.missing(key)
+        calls = self.multilora.calls
+        calls.check_quiet("generate_batch() begins")
+        with alike(calls.agreement, "the adapters of a batch") as facts:
+            prompts = with_keys(calls.default, inputs, one_of(adapter_ids, adapter_names))
+            keys = [prompt.key for prompt in prompts]
+            for key in dict.fromkeys(keys):
+                self.multilora.missing(key)
+            if calls.agreement is not None:  # all of them now, since ranks load nothing while they batch
+                calls.ensure(calls.distinct(keys))
+                facts += keys
         with _chosen(fairness, patience):
             return super().generate_batch(prompts, *args, **kwargs)  # type: ignore[misc]
 

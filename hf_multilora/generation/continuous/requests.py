@@ -31,12 +31,12 @@ class Carrier:
         passed: later requests that went first while this one waited for a slot.
     """
 
-    def __init__(self, key: Key | None, loading: Sequence[Future[Any]] = ()) -> None:
+    def __init__(self, key: Key | None, loading: Sequence[Future[Any]] = (), arrived: int | None = None) -> None:
         self.key = key
         self.loading = list(loading)
         self.seat: Seat | None = None
         self.start: int | None = 0
-        self.arrived = next(_arrivals)
+        self.arrived = next(_arrivals) if arrived is None else arrived
         self.passed = 0
 
     def invoke(self, prompt: Sequence[int], tokens: Sequence[int]) -> None:
@@ -46,7 +46,8 @@ class Carrier:
         return self
 
     def __reduce__(self) -> Any:
-        return Carrier, (self.key,)
+        """On its way to other ranks, which have to see the same order."""
+        return Carrier, (self.key, (), self.arrived)
 
 
 class Prompt(list[int]):

@@ -50,14 +50,15 @@ class Seats:
     Args:
         store: of the model.
         check: raises where the layers that an adapter needs are not in the model any more.
-        background: runs a function in a thread of its own.
+        background: runs a function in a thread of its own; None where seats must not come at a thread's own time, and
+            nobody else holds slots.
     """
 
     def __init__(
         self,
         store: AdapterStore,
         check: Callable[[Collection[int], Iterable[str]], None],
-        background: Callable[..., Future[Lease]],
+        background: Callable[..., Future[Lease]] | None,
     ) -> None:
         self._store = store
         self._check = check
@@ -78,6 +79,10 @@ class Seats:
             AdapterNotFoundError, UnsupportedAdapterError, ModelError, SlotError (all slots pinned, a mix that fits
                 none): what makes the key impossible to serve.
         """
+        if self._background is None and not self._store.spare():
+            standing = self._store.look([key])[key]
+            if standing is None or not standing.resident:  # what was dropped would be read for nothing
+                return None
         lease = self._came(key)
         if lease is None:
             try:
@@ -105,7 +110,9 @@ class Seats:
         """
         if self._awaited is not None and self._awaited[0] != key:
             self.forget()
-        if key is not None and self._awaited is None and len(self._seats) < self._store.config.max_loras:
+        if self._background is None or key is None or self._awaited is not None:
+            return
+        if len(self._seats) < self._store.config.max_loras:
             self._awaited = key, self._background("slot", self._store.acquire, [key])
 
     def _came(self, key: Key) -> Lease | None:

@@ -8,7 +8,7 @@ on to them; what they do there is said in `batching` and `forwards`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,8 +48,12 @@ def _processor(own: Any) -> Any:
         """In front of ContinuousBatchProcessor."""
 
         def prepare_next_batch(self) -> bool:
-            self._batching.sweep()
+            batching = self._batching
+            batching.sweep()
+            batching.batch = ()
             ready = self._prepared()
+            if batching.ranks is not None:
+                batching.ranks.agree(batching.batch, len(self.scheduler.waiting_requests))
             if not ready or not self._forwards.captured(self.model_runner, self.inputs_and_outputs.use_block_table):
                 self.output_router.release()
             return ready
@@ -90,6 +94,8 @@ def _scheduler(own: Any) -> Any:
     class Scheduler(own):
         """In front of the scheduler of whatever kind."""
 
+        _requests_to_cancel: Iterable[str]
+
         def add_waiting_request(self, state: Any) -> None:
             self._batching.check(state)
             super().add_waiting_request(state)
@@ -102,12 +108,15 @@ def _scheduler(own: Any) -> Any:
         def clear_cancelled_requests(self) -> Any:
             if self._requests_to_cancel:
                 self._batching.touched()
+            if self._batching.ranks is not None:  # a set of strings has another order in each process
+                self._requests_to_cancel = dict.fromkeys(sorted(self._requests_to_cancel))
             return super().clear_cancelled_requests()
 
         def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
             self._batching.before(token_budget)
             result = super().schedule_batch(token_budget, cache_budget)
             self._batching.after()
+            self._batching.batch = result[0] or ()
             self._forwards.decoding = bool(result[0]) and len(result[0]) == result[2]
             return result
 
@@ -195,7 +204,7 @@ def _ios(own: Any) -> Any:
 
         def retrieve_device_outputs(self) -> None:
             self._router.release()  # the device has its work; here the host waits for it
-            self._forwards.fetch(self)
+            self._forwards.fetch(self, self._batching.ranks)
             super().retrieve_device_outputs()
 
         def prepare_batch_update(self) -> Any:

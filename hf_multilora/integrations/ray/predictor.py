@@ -15,7 +15,7 @@ from ...bulk.adapters import Adapters
 from ...bulk.answers import Sampling, answering
 from ...bulk.lines import ANSWER, Line, check, check_names
 from ...bulk.prompts import check_template
-from ...errors import ConfigError
+from ...errors import ConfigError, closest
 
 _ASKED = ("prompt", "messages", "adapter", "max_new_tokens")
 _TYPES = {"text": pa.string(), "tokens": pa.int64(), "finish_reason": pa.string(), "error": pa.string()}
@@ -117,6 +117,8 @@ def _rows(batch: Any) -> list[dict[str, Any]]:
     except ValueError as error:
         raise ConfigError(f"Columns {', '.join(names)}: {error}") from None
     asked = [name for name in names if name in _ASKED]
+    if names and not {"prompt", "messages"} & set(asked):
+        raise ConfigError(f'Columns {", ".join(names)}: expected "prompt" or "messages".{closest("prompt", names)}')
     columns = [batch.column(name).to_pylist() if isinstance(batch, pa.Table) else list(batch[name]) for name in asked]
     rows = []
     for values in zip(*columns, strict=True):

@@ -34,17 +34,23 @@ def unanswered(ds: Any, done: str | os.PathLike[str], key: str = "id") -> Any:
         key: column whose values tell rows apart.
 
     Raises:
-        ConfigError: files without that column. A dataset without it fails when it is read, with a ValueError.
+        ConfigError: files without that column. A dataset without it, or with nulls in it, fails when it is read, with
+            a ValueError.
     """
-    files = [path for path in sorted(Path(done).rglob("*.parquet")) if not path.name.startswith(("_", "."))]
+    found = sorted(path for path in Path(done).rglob("*.parquet") if path.is_file())
+    files = [path for path in found if not path.name.startswith(("_", "."))]
     parts = [keys for path in files if (keys := _keys(path, key)) is not None]
     known = pa.chunked_array([chunk for part in parts for chunk in part.chunks]) if parts else None
 
     def left(table: pa.Table) -> pa.Table:
+        if not table.num_columns:  # a block that had no rows
+            return table
         if key not in table.column_names:
             # Not one of our own: workers would import this package, and torch with it, to read this function.
             raise ValueError(f"The dataset has no column {key!r}. It has {', '.join(table.column_names)}.")
         column = table.column(key)
+        if column.null_count:
+            raise ValueError(f"{column.null_count} rows of a block have no {key!r}, by which rows are told apart.")
         return table if known is None else table.filter(pc.invert(pc.is_in(column, value_set=known.cast(column.type))))
 
     return ds.map_batches(left, batch_format="pyarrow", batch_size=None)
