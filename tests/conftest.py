@@ -58,6 +58,16 @@ def _messages_reach_caplog() -> None:
     logging.enable_propagation()
 
 
+@pytest.fixture(autouse=True)
+def _same_verbosity() -> Iterator[None]:
+    """What a test, or a command that it calls, makes of transformers' verbosity ends with it."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    yield
+    logging.set_verbosity(before)
+
+
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Folder of the demo's base model; downloads and converts it on first use.

@@ -46,10 +46,6 @@ CONFIGS = {
     "gpt_oss": lambda: tf.GptOssConfig(**_LOCAL, **_LAYERS),
     "llama4": lambda: tf.Llama4TextConfig(**{**_LOCAL, **_LLAMA4, "num_experts_per_tok": 1}),
 }
-moe_bed.FAMILIES = {
-    name: functools.partial(lambda make: tf.AutoModelForCausalLM.from_config(make()), make)
-    for name, make in CONFIGS.items()
-}
 ENABLED = {"max_loras": 3, "max_lora_rank": 12, "slot_bytes": 1 << 20}
 DISPATCHES = "ep_size" in inspect.signature(DistributedConfig).parameters  # 5.21 and later
 
@@ -287,4 +283,8 @@ def refused(cases: str, folder: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    moe_bed.FAMILIES = {  # of this process, which is a rank's own
+        name: functools.partial(lambda make: tf.AutoModelForCausalLM.from_config(make()), make)
+        for name, make in CONFIGS.items()
+    }
     main()
