@@ -27,6 +27,11 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: one more than cores, since many tests wait for a process of their own."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shard", metavar="I/N", help="only every N-th test, from the I-th on; for several processes")
 

@@ -27,6 +27,10 @@ def refuse_repeated(arguments: Mapping[str, Any], caller: FrameType) -> None:
     if all(ids is None or isinstance(ids, (str, Mapping)) for ids in given):
         return
     base = sys.modules.get("transformers.pipelines.base")
+    if (
+        caller.f_code.co_name != "_forward"
+    ):  # what a pipeline calls a model in; reading another's locals keeps them alive
+        return
     pipeline = caller.f_locals.get("self") if base is not None else None
     if base is None or not isinstance(pipeline, base.Pipeline) or hasattr(pipeline, "_multilora_ids_per_prompt"):
         return

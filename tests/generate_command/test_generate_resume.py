@@ -59,10 +59,14 @@ def ctrl_c(monkeypatch, after: int):
             time.sleep(0.1)  # a busy machine takes a while to hear of it
         step(self)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Partial, "add", then)
-        patch.setattr(ContinuousBatchingManager, "_generation_step", counted)
-        yield
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where tests run in the background
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(Partial, "add", then)
+            patch.setattr(ContinuousBatchingManager, "_generation_step", counted)
+            yield
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert steps - late < 12, "a request takes 24"
 
 

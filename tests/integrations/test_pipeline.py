@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -104,7 +105,7 @@ def test_generators(pipe: Any, alone: list[str]) -> None:
     [
         (PROMPTS, IDS[:2], "2 ids, but there are 5 prompts"),
         (PROMPTS, [], "0 ids"),
-        (PROMPTS, ["a1", "a1", 3, "a1", None], r"adapter_ids\[2\]: 3 is a int"),
+        (PROMPTS, ["a1", "a1", 3, "a1", None], r"adapter_ids\[2\]: 3 is of type int"),
         (PROMPTS[0], ["a1", "a2"], "2 ids"),
     ],
 )
@@ -129,3 +130,17 @@ def test_transformers_own_class_refuses_lists(model: PreTrainedModel, batch_size
 def test_a_model_that_is_not_enabled() -> None:
     with pytest.raises(ModelError, match="enable_multilora"):
         make(build(), pipeline_class=MultiLoraTextGenerationPipeline)
+
+
+def test_what_a_caller_forgets_is_forgotten(model: PreTrainedModel) -> None:
+    """Python keeps the local variables of a frame that somebody has looked into."""
+
+    class Large:
+        pass
+
+    large = Large()
+    alive = weakref.ref(large)
+    inputs = tokenizer()(["one", "two"], return_tensors="pt", padding=True)
+    model.generate(**inputs, adapter_ids=["a1", None], max_new_tokens=1)
+    del large
+    assert alive() is None
