@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -c constraints.txt
+# Modules are compiled when they are first imported: most of what comes with the tests never is.
+PIP := $(BIN)/python -m pip install --no-compile -c constraints.txt
 
 .PHONY: demo test lint format docs clean
 .DELETE_ON_ERROR:
