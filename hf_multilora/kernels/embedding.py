@@ -1,6 +1,6 @@
-"""Embedding: `y[t] = gain · y[t] + shift + A[slot(t)][ids[t]] · Bt[slot(t)]`. This file gathers; expand does the rest.
+"""Embedding: `y[t] = gain · y[t] + shift + A[slot(t), ids[t]] · Bt[slot(t)]`. This file gathers; expand does the rest.
 
-planes[0, t, 0, j] = A[slot(t)][ids[t], j]      A [V, rank]: a token's factor is one run of memory
+planes[0, t, 0, j] = A[slot(t), ids[t], j]      A [V, rank]: a token's factor is one run of memory
 planes: fp32 [1, n, 1, max_rank]; written for j < rank of rows with an adapter only, from their start on
 """
 
