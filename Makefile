@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Modules are compiled when they are first imported: most of what comes with the tests never is.
-PIP := $(BIN)/python -m pip install --no-compile -c constraints.txt
+PIP := $(BIN)/python -m pip install -c constraints.txt
 
 .PHONY: demo test lint format docs clean
 .DELETE_ON_ERROR:
