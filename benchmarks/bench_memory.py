@@ -143,7 +143,7 @@ def bench_load(results: Results, args: Any, model: Any, folder: Path, size: int)
     plans, packs = [], []
     for _ in range(max(5, args.reps)):
         began = time.perf_counter()
-        with load_plan(str(folder), handle._reader._table, max_lora_rank=args.rank) as plan:
+        with load_plan(str(folder), handle._survey.table, max_lora_rank=args.rank) as plan:
             plans.append((time.perf_counter() - began) * 1e3)
             packs.append(milliseconds(lambda p=plan: handle.store.pack(p.factors), "cpu"))
     results.add("of a load: names, shapes, config checked", statistics.median(plans), "ms", all=plans)

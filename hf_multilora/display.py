@@ -85,3 +85,29 @@ class Table:
 
     def _number(self, column: int) -> bool:
         return self.head is not None and self.head[column] in self.numbers
+
+
+class Shown:
+    """What is shown as tables: a line for a prompt (`repr`), a text (`print`), HTML for a notebook, and rich for a
+    terminal. A dataclass of this kind needs `repr=False`, or it gets a line of its own."""
+
+    def _title(self) -> str:
+        raise NotImplementedError
+
+    def _tables(self) -> Sequence[Table]:
+        """The first one has the title."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._title()})"
+
+    def __str__(self) -> str:
+        return "\n\n".join([self._title(), *(table.text() for table in self._tables())])
+
+    def _repr_html_(self) -> str:
+        return "\n".join(table.html() for table in self._tables())
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+
+        return Group(*(table.rich() for table in self._tables()))

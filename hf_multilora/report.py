@@ -12,11 +12,11 @@ from html import escape
 from typing import Any, Protocol
 
 from .demand import Demand
-from .display import Table
+from .display import Shown, Table
 
 
-@dataclass
-class LoadReport:
+@dataclass(repr=False)
+class LoadReport(Shown):
     """What `load_adapter` found in a checkpoint and what became of it."""
 
     name: str
@@ -44,14 +44,11 @@ class LoadReport:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __repr__(self) -> str:
-        return f"LoadReport({self._title()})"
-
     def __str__(self) -> str:
         return describe(self._title(), self._details())
 
-    def _repr_html_(self) -> str:
-        return Table(self._title(), None, self._details()).html()
+    def _tables(self) -> list[Table]:
+        return [Table(self._title(), None, self._details())]
 
     def _title(self) -> str:
         title = f"{self.name}: rank {self.rank}, {count(len(self.modules), 'module')}, {megabytes(self.nbytes)}"
@@ -74,7 +71,7 @@ class LoadReport:
         return rows + [("warning", warning) for warning in self.warnings]
 
 
-class LoadReports(dict[str, LoadReport]):
+class LoadReports(Shown, dict[str, LoadReport]):
     """What `load_many` returns: the report of each adapter by its name, shown as one table."""
 
     _HEAD = ("adapter", "rank", "modules", "size", "loaded in", "beside", "warnings")
@@ -82,30 +79,18 @@ class LoadReports(dict[str, LoadReport]):
     def to_dict(self) -> dict[str, Any]:
         return {name: report.to_dict() for name, report in self.items()}
 
-    def __repr__(self) -> str:
-        return f"LoadReports({self._title()})"
-
-    def __str__(self) -> str:
-        return "\n\n".join([self._title(), self._table().text()])
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
-
-    def __rich__(self) -> Any:
-        return self._table().rich()
-
     def _title(self) -> str:
         warnings = sum(len(report.warnings) for report in self.values())
         title = f"{count(len(self), 'adapter')} loaded, {megabytes(sum(report.nbytes for report in self.values()))}"
         return title + (f", {count(warnings, 'warning')}" if warnings else "")
 
-    def _table(self) -> Table:
+    def _tables(self) -> list[Table]:
         rows = [
             (r.name, str(r.rank), str(len(r.modules)), megabytes(r.nbytes), f"{r.load_ms:.1f} ms")
             + ("; ".join(r.features), str(len(r.warnings) or ""))
             for r in self.values()
         ]
-        return Table(self._title(), self._HEAD, rows, ("rank", "modules", "size", "loaded in", "warnings"))
+        return [Table(self._title(), self._HEAD, rows, ("rank", "modules", "size", "loaded in", "warnings"))]
 
 
 @dataclass
@@ -146,8 +131,8 @@ class AdapterTraffic:
     passed_over: int = 0  # the most later requests that went before one of these
 
 
-@dataclass
-class BatchingStatus:
+@dataclass(repr=False)
+class BatchingStatus(Shown):
     """A snapshot of one manager of continuous batching."""
 
     adapters: dict[str, AdapterTraffic]  # by name ("a*0.7+b*0.3" for a mix, "__base__")
@@ -168,20 +153,8 @@ class BatchingStatus:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __repr__(self) -> str:
-        return f"BatchingStatus({self._title()})"
-
-    def __str__(self) -> str:
-        return "\n\n".join([self._title(), self._table().text()])
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
-
-    def __rich__(self) -> Any:
-        return self._table().rich()
-
-    def _table(self) -> Table:
-        return Table(self._title(), self._HEAD, self._rows(), self._HEAD[1:])
+    def _tables(self) -> list[Table]:
+        return [Table(self._title(), self._HEAD, self._rows(), self._HEAD[1:])]
 
     def _title(self) -> str:
         running = sum(traffic.running for traffic in self.adapters.values())
@@ -210,8 +183,8 @@ class CacheCounters:
     ms: float = 0.0  # milliseconds spent bringing them in
 
 
-@dataclass
-class Status:
+@dataclass(repr=False)
+class Status(Shown):
     """A snapshot of slots, adapters and counters."""
 
     max_loras: int
@@ -234,30 +207,24 @@ class Status:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __repr__(self) -> str:
-        return f"Status({self._title()})"
-
     def __str__(self) -> str:
-        parts = [self._title(), *(table.text() for table in self._tables()), *self._advice()]
-        return "\n\n".join([*parts, *([str(self.batching)] if self.batching else [])])
+        return "\n\n".join([super().__str__(), *self._advice(), *([str(self.batching)] if self.batching else [])])
 
     def _repr_html_(self) -> str:
-        tables = "\n".join(table.html() for table in self._tables())
         advice = "".join(f"<p style='margin:.25em 0 .75em'>{escape(line)}</p>" for line in self._advice())
-        return tables + advice + (self.batching._repr_html_() if self.batching else "")
+        return super()._repr_html_() + advice + (self.batching._repr_html_() if self.batching else "")
 
     def __rich__(self) -> Any:
         from rich.console import Group
         from rich.text import Text
 
-        tables = (table.rich() for table in self._tables())
-        return Group(*tables, *map(Text, self._advice()), *([self.batching] if self.batching else []))
+        return Group(super().__rich__(), *map(Text, self._advice()), *([self.batching] if self.batching else []))
 
-    def _tables(self) -> tuple[Table, Table]:
-        return (
+    def _tables(self) -> list[Table]:
+        return [
             Table(self._title(), self._ADAPTER_HEAD, self._adapter_rows(), ("rank", "size", "slot", "in use")),
             Table(None, self._LEVEL_HEAD, self._level_rows(), self._LEVEL_HEAD[1:]),
-        )
+        ]
 
     def _advice(self) -> list[str]:
         return [self.suggestion] if self.suggestion else []

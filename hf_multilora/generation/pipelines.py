@@ -26,11 +26,9 @@ def refuse_repeated(arguments: Mapping[str, Any], caller: FrameType) -> None:
     given = (arguments.get("adapter_ids"), arguments.get("adapter_names"))
     if all(ids is None or isinstance(ids, (str, Mapping)) for ids in given):
         return
-    base = sys.modules.get("transformers.pipelines.base")
-    if (
-        caller.f_code.co_name != "_forward"
-    ):  # what a pipeline calls a model in; reading another's locals keeps them alive
+    if caller.f_code.co_name != "_forward":  # of a pipeline; to look into another frame keeps its variables alive
         return
+    base = sys.modules.get("transformers.pipelines.base")
     pipeline = caller.f_locals.get("self") if base is not None else None
     if base is None or not isinstance(pipeline, base.Pipeline) or hasattr(pipeline, "_multilora_ids_per_prompt"):
         return

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..display import Table
+from ..display import Shown, Table
 from ..errors import AdapterNotFoundError, ConfigError, ModelError
 from ..generation.mixin import MultiLoraMixin
 from ..report import count
@@ -25,8 +25,8 @@ from ..report import count
 BASE = "base"
 
 
-@dataclass
-class Comparison:
+@dataclass(repr=False)
+class Comparison(Shown):
     """Answers, and where references were given losses, of each checkpoint; the base model comes first where asked for.
 
     Attributes:
@@ -58,27 +58,15 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def __repr__(self) -> str:
-        return f"Comparison({self._title()})"
-
-    def __str__(self) -> str:
-        return "\n\n".join([self._title(), self._table().text()])
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
-
-    def __rich__(self) -> Any:
-        return self._table().rich()
-
     def _title(self) -> str:
         best = f", lowest loss: {self.best}" if self.best else ""
         return f"{count(len(self.checkpoints), 'checkpoint')}, {count(len(self.prompts), 'prompt')}{best}"
 
-    def _table(self) -> Table:
+    def _tables(self) -> list[Table]:
         rows = [(prompt, *(answers[i].strip() for answers in self.answers)) for i, prompt in enumerate(self.prompts)]
         if self.losses is not None:
             rows.append(("mean loss", *(f"{loss:.3f}" for loss in self.mean_losses.values())))
-        return Table(self._title(), ("prompt", *self.checkpoints), rows)
+        return [Table(self._title(), ("prompt", *self.checkpoints), rows)]
 
 
 def run_checkpoints(run: str | os.PathLike[str]) -> dict[int, Path]:

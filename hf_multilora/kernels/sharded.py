@@ -72,17 +72,6 @@ class ShardedOp(LinearOp):
         """Nothing runs beside the base layers, whose ranks communicate as well."""
         return None
 
-    def __call__(
-        self,
-        ys: tuple[Tensor, ...],
-        x: Tensor,
-        row_slots: Tensor,
-        rows: int,
-        cache: dict[Any, Any] | None = None,
-        row_starts: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        return self.end(ys, x, None, row_slots, rows, cache, row_starts)
-
     def end(
         self,
         ys: tuple[Tensor, ...],

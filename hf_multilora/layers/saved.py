@@ -6,6 +6,7 @@ selected from the result: the batch's shape, and with it every bit of a row, is 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from types import MethodType
 from typing import Any
@@ -58,7 +59,7 @@ def _apart(module: nn.Module) -> nn.Module:
     compressed-tensors keeps a module's tensors in a mapping of its own: what is set there is copied into the base's
     tensor, for good.
     """
-    if all(isinstance(inner._parameters, dict) for inner in module.modules()):
+    if all(type(inner._parameters) in (dict, OrderedDict) for inner in module.modules()):
         return module
     twin: nn.Module = type(module).__new__(type(module))
     twin.__dict__.update(module.__dict__)
