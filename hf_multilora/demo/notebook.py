@@ -1,27 +1,17 @@
-"""What the notebooks share: chats as one padded batch, and answers side by side as a coloured table."""
+"""What the notebooks share: chats as one padded batch (`chats`), and answers side by side as a coloured table."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+
+from .chats import answers, chat
+
+__all__ = ["SideBySide", "answers", "chat"]
 
 _CELL = "padding:.4em .7em;border:1px solid rgba(128,128,128,.35);vertical-align:top;text-align:left"
 _HUES = (None, 205, 35, 145, 320, 60, 265, 10)  # of the columns: grey for the first, and over again after the last
-
-
-def chat(tokenizer: Any, prompts: Sequence[str]) -> Any:
-    """`input_ids` and `attention_mask` [prompts, tokens], each prompt as the first message of a chat, padded left."""
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    return tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-
-
-def answers(tokenizer: Any, inputs: Any, out: Any) -> list[str]:
-    """The new text of each row of generate()'s output."""
-    new = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [text.strip() for text in new]
 
 
 @dataclass

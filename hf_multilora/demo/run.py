@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ..api import enable_multilora
 from ..report import Status
 from . import ADAPTER_NAMES, ADAPTERS
+from .chats import answers, chat
 
 PROMPTS = (
     "The bicycle arrived late and scratched.",
@@ -61,7 +62,7 @@ def run_demo(
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     progress("Loading the base model", 0, 0)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=device)
     model = enable_multilora(base.eval(), max_loras=4, max_lora_rank=8)
     for done, name in enumerate(ADAPTER_NAMES):
@@ -69,9 +70,9 @@ def run_demo(
         model.multilora.load(ADAPTERS / name, name)
 
     def answer(rows: list[str], ids: list[str | None], tokens: int) -> list[str]:
-        inputs = _encode(tokenizer, rows).to(device)
+        inputs = chat(tokenizer, rows).to(device)
         out = model.generate(**inputs, adapter_ids=ids, max_new_tokens=tokens, do_sample=False)
-        return tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        return answers(tokenizer, inputs, out)
 
     def mixed(tokens: int) -> list[str]:
         rows = [prompt for prompt in prompts for _ in COLUMNS]
@@ -100,12 +101,6 @@ def run_demo(
         conditions=_conditions(device),
         status=model.multilora.status(),
     )
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> Any:
-    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
-    texts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
-    return tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
 
 
 def _timed(answer: Callable[[int], list[str]], tokens: int) -> tuple[list[str], float]:
