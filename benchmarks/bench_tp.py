@@ -94,15 +94,16 @@ def prefill(args: Any, split: Callable[[], Any], results: Results, device: str) 
     size = found["default"].norm()
     apart = float((found["fully sharded"] - found["default"]).norm() / size)
     told = float((found["default"] - found["bare"]).norm() / size)
-    if not (apart < (1e-5 if args.dtype == "fp32" else 0.05) and told > 0.05):
+    # In bf16, 32 layers of random weights make some percent of what is rounded differently in the first.
+    if not (apart < (1e-5 if args.dtype == "fp32" else 0.1 * told) and told > 0.05):
         results.fail(f"prefill: the ways differ by {apart:.2e}, and adapters change logits by {told:.2e}")
 
 
 def main() -> int:
     options = arguments(__doc__ or "")
-    options.set_defaults(layers=8, reps=5)
+    options.set_defaults(reps=5)
     options.add_argument("--rows", type=int, default=32)
-    options.add_argument("--new-tokens", type=int, default=24)
+    options.add_argument("--new-tokens", type=int, default=64)
     ways = ["eager", "static", "prefill"]
     options.add_argument("--paths", nargs="+", default=ways, choices=ways, help="decode steps of two kinds; prefill")
     options.add_argument("--prefill-tokens", type=int, default=4096, help="of all rows together")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_multilora.bench.results import Run, read_runs
+from hf_multilora.bench.workload import SHAPES
 
 HERE = Path(__file__).parent
 PAGES = tuple(HERE.parent / name for name in ("README.md", "docs/figures.md"))
@@ -91,9 +92,9 @@ class Column:
 
 def on_the_shape(run: Run) -> bool:
     """Whether a run is of the whole 8B shape on a GPU; the first files do not say, and were."""
-    asked = run.settings
+    asked, whole = run.settings, (None, SHAPES["8B"]["num_hidden_layers"])
     return run.about.get("cuda") is not None and (
-        not asked or (asked["shape"] == "8B" and asked.get("layers") is None and asked.get("model") is None)
+        not asked or (asked["shape"] == "8B" and asked.get("layers") in whole and asked.get("model") is None)
     )
 
 
@@ -323,6 +324,27 @@ def listed(benchmark: str) -> list[str]:
     return ["\n".join(lines)]
 
 
+def ranks() -> list[str]:
+    """Tensor parallelism: decode steps beside the bare model's, and a prefill in both ways of splitting adapters."""
+    found = [run for run in read_runs(HERE / "results", "tp") if on_the_shape(run)]
+    newest_rows = {what: row for run in found for what, row in run.figures.items()}
+    if not newest_rows:
+        return []
+    lines = [
+        f"{about(found[-1])}, two GPUs, a rank on each: the same model, batch {ROWS}, r=16; the ratio is to the bare "
+        "model, split alike, and of fully sharded adapters to those that are split as the model is.",
+        "",
+        "| | median | of all repetitions | ratio |",
+        "|---|---|---|---|",
+    ]
+    for what, row in newest_rows.items():
+        title = what.replace(" over 2 ranks", "").replace("static", "compiled")
+        over = f"{row['ratio']:.2f} x" if row["ratio"] else ""
+        spread = f"{min(row['all']):.1f} to {max(row['all']):.1f}" if row.get("all") else ""
+        lines.append(f"| {title} | {row['value']:.1f} {row['unit']} | {spread} | {over} |")
+    return ["\n".join(lines)]
+
+
 def kernels() -> list[str]:
     """One layer's kernels by batch, beside the best peer's."""
     runs = read_runs(HERE / "results", "kernels")
@@ -359,7 +381,7 @@ def table() -> str:
     """All parts that have results, as markdown."""
     runs = [run for run in read_runs(HERE / "results", "generate") if on_the_shape(run)]
     parts = decode(runs) + prefill(runs) + kernels() + listed("memory") + registered() + continuous()
-    parts += listed("kinds") + listed("cpu")
+    parts += ranks() + listed("kinds") + listed("cpu")
     return "\n\n".join(parts)
 
 

@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from hf_multilora.adapters.dtensors import _summed as summed
 from hf_multilora.errors import ModelError, MultiLoraError
 
 NEW = 6
+PATIENCE_S = 60  # where a rank is gone, NCCL waits this long, and ends the process
 MODE = {"fully_sharded_loras": False}  # of the scene that is played
 SCENES: dict[str, Callable[..., Any]] = {}
 
@@ -259,7 +261,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if os.environ["TP_DEVICE"] == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(os.environ["TP_BACKEND"])
+    dist.init_process_group(os.environ["TP_BACKEND"], timeout=timedelta(seconds=PATIENCE_S))
     if os.environ["TP_DEVICE"] == "cuda" and os.environ["TP_BACKEND"] == "gloo":
         gather_through_host()
     try:

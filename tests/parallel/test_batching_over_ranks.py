@@ -90,5 +90,9 @@ def test_ranks_that_differ_raise_on_each_and_go_on(played) -> None:
 
 def test_a_killed_rank_is_an_error_and_no_endless_wait(played) -> None:
     _, printed, codes = played
-    assert codes[1] == -9 and codes[0] == 1, printed[0][-2000:]
+    assert codes[1] == -9
+    if codes[0] == -6:  # NCCL's: nobody hears of the other's end while a GPU waits for it
+        assert "collective operation timeout" in printed[0], printed[0][-2000:]
+        return
+    assert codes[0] == 1, printed[0][-2000:]
     assert "ModelError" in printed[0] and "has ended" in printed[0], printed[0][-2000:]
