@@ -5,7 +5,8 @@
     expert parallel      every rank has some of the experts, whole
 
 In both, all ranks see all tokens and transformers sums what they compute, behind the block's own forward. Deltas are
-added inside of it: they are parts of that sum, and nothing more is communicated.
+added inside of it: they are parts of that sum, and nothing more is communicated. Fully sharded, tensor-parallel ranks
+split the other factors as well (`kernels.sharded_experts`).
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from __future__ import annotations
 from torch import nn
 
 from .adapters.dtensors import numbers_held
-from .adapters.shards import BlockShard
+from .adapters.shards import BlockShard, part_of
 from .adapters.targets import ExpertBlock
 from .dispatch import refusal
-from .parallel import seam_of, splits
+from .parallel import place_of, seam_of, splits
 
 _STYLES = ("MoeExpertsParallel", "EpDispatchExpertsParallel")
 _TORN = "a rank does not hold the same part of its experts' gate, up and down, so that adapters cannot follow"
 
 
-def block_shard(module: nn.Module, block: ExpertBlock) -> BlockShard | None:
+_NUMBERED = "fully_sharded_loras=True is not for experts of which ranks have some each: leave the option out"
+
+
+def block_shard(module: nn.Module, block: ExpertBlock, fully_sharded: bool) -> BlockShard | None:
     """What this rank holds of a block of experts; None: all of it.
 
     Raises:
@@ -45,7 +49,11 @@ def block_shard(module: nn.Module, block: ExpertBlock) -> BlockShard | None:
         taken.add(_stretch([rows.index(number) for number in into if number in rows]))
     if len(experts) > 1 or len(taken) > 1:
         raise ValueError(_TORN)
-    return BlockShard(experts.pop(), taken.pop())
+    held, inner = experts.pop(), taken.pop()
+    if fully_sharded and held != (0, block.experts):
+        raise ValueError(_NUMBERED)
+    rank, ranks = place_of(seam)
+    return BlockShard(held, inner, rank, part_of(block.hidden, rank, ranks) if fully_sharded else None)
 
 
 def _stretch(numbers: list[int]) -> tuple[int, int]:

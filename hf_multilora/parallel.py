@@ -113,7 +113,7 @@ def shard_of(module: nn.Module, transposed: bool = False) -> Shard | None:
     if not split or not getattr(style, "use_local_output", True):
         raise ValueError(f"tensor parallelism splits it ({type(style).__name__}) in a way that adapters cannot follow")
     local: Any = getattr(style, "output_layouts", None)
-    rank = seam.mesh.get_local_rank() if seam.mesh.ndim == 1 else seam.mesh.get_local_rank("tp")
+    rank, _ = place_of(seam)
     if "PackedColwiseParallel" in kinds or ("ColwiseParallel" in kinds and local.is_shard()):
         return Shard(rank, rows=_ranges(weight, 1 if transposed else 0))
     if "ColwiseParallel" in kinds and local.is_replicate():
@@ -121,6 +121,12 @@ def shard_of(module: nn.Module, transposed: bool = False) -> Shard | None:
     if seam.sums and local.is_replicate():
         return Shard(rank, columns=_ranges(weight, 0 if transposed else 1))
     raise ValueError(f"tensor parallelism splits it ({type(style).__name__}) in a way that adapters cannot follow")
+
+
+def place_of(seam: Seam) -> tuple[int, int]:
+    """(rank, ranks) of this process among those that share a layer."""
+    group = seam.mesh.get_group() if seam.mesh.ndim == 1 else seam.mesh.get_group("tp")
+    return dist.get_rank(group), dist.get_world_size(group)
 
 
 def _ranges(weight: Any, dim: int) -> Ranges:

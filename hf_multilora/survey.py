@@ -91,11 +91,9 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
         if block is not None:
             if reason is None:
                 try:
-                    block = replace(block, shard=block_shard(module, block))
+                    block = replace(block, shard=block_shard(module, block, config.fully_sharded_loras))
                 except ValueError as error:
                     reason = str(error)
-            if block.shard is not None and config.fully_sharded_loras:
-                reason = "fully_sharded_loras=True is not for experts that ranks share: leave the option out"
             blocks[path] = block
             if reason is not None:
                 refused[path] = reason

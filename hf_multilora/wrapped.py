@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from .errors import ModelError
 from .inject import check_containers, check_intact, containers, saved_layer, swap_in, swap_out
 from .kernels.experts_op import ExpertsOp, projections_of
-from .kernels.ops import EmbeddingOp, LinearOp, Workspace
+from .kernels.ops import ArenaOp, EmbeddingOp, LinearOp, Workspace
 from .kernels.sharded import InputsOp, OutputsOp, Ranks
+from .kernels.sharded_experts import ShardedExpertsOp
 from .layers import LoraLayer
 from .layers.embedding import LoraEmbedding
 from .layers.linear import LoraHead, may_group
@@ -82,13 +83,17 @@ class Wrapped:
             site = self._layout.site(target.path, 0)
             first, (arena, workspace) = site.index, arenas[site.group]
             where = (arena.data, arena.meta, arena.floats, arena.slot_elems, arena.zero_off)
+            op: ArenaOp
             if target.kind == "experts":
                 sites = frozenset(range(first, first + len(targets)))
                 projections = projections_of(self._survey.table.blocks[path].local, first)
-                wrapper.bind(sites, ExpertsOp(*where, *projections, self._max_rank, workspace))
+                given = (*where, *projections, self._max_rank, workspace)
+                down = self._layout.sites[first + len(targets) - 1]
+                shared: dict[str, Any] = {"sites": self._layout.n_sites, "ranks": self._ranks, "span": down.span}
+                op = ExpertsOp(*given) if site.parts == 1 else ShardedExpertsOp(*given, **shared)
+                wrapper.bind(sites, op)
                 continue
             common = (*where, first)
-            op: LinearOp | EmbeddingOp
             if target.kind == "embedding":
                 op = EmbeddingOp(*common, target.out_features, self._max_rank, workspace)
             else:

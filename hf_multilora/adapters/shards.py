@@ -31,10 +31,14 @@ class BlockShard:
     Args:
         experts: numbers of its experts.
         intermediate: of the intermediate width: outputs of gate and up, inputs of down.
+        rank: of this process among those that share the block.
+        outputs: of down, that this rank has B for; None: all of them.
     """
 
     experts: tuple[int, int]
     intermediate: tuple[int, int]
+    rank: int = 0
+    outputs: tuple[int, int] | None = None
 
 
 def ranges_of(numbers: torch.Tensor) -> Ranges:
@@ -67,6 +71,16 @@ def within(ranges: Ranges, start: int, stop: int) -> Ranges:
     """
     cut_off = ((max(first, start) - start, min(last, stop) - start) for first, last in ranges)
     return tuple((first, last) for first, last in cut_off if first < last)
+
+
+def part_of(width: int, rank: int, ranks: int) -> tuple[int, int]:
+    """(start, stop) of one rank's part of a width that no plan of the base splits.
+
+    Example:
+        >>> [part_of(7, rank, 2) for rank in range(2)]
+        [(0, 3), (3, 7)]
+    """
+    return width * rank // ranks, width * (rank + 1) // ranks
 
 
 def cut(tensor: torch.Tensor, ranges: Ranges | None, dim: int) -> torch.Tensor:

@@ -124,13 +124,20 @@ class ExpertBlock:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """What carries adapters: its projections, in the order of their sites, and as this rank has them."""
-        here = self.local
-        into, out = (here.hidden, here.intermediate), (here.intermediate, here.hidden)
-        return tuple(
-            Target(f"{self.path}.{name}", "experts", *(out if name == "down_proj" else into), experts=here.experts)
-            for name in self.projections
-        )
+        """What carries adapters: its projections, in the order of their sites, of the experts that this rank has."""
+        found = []
+        for name in self.projections:
+            widths = (self.intermediate, self.hidden) if name == "down_proj" else (self.hidden, self.intermediate)
+            path, experts = f"{self.path}.{name}", len(self.held)
+            found.append(Target(path, "experts", *widths, experts=experts, shard=self._shard_of(name)))
+        return tuple(found)
+
+    def _shard_of(self, name: str) -> Shard | None:
+        """What this rank computes of each expert's projection; None: all."""
+        if self.shard is None or self.shard.intermediate == (0, self.intermediate):
+            return None
+        mine = (self.shard.intermediate,)
+        return Shard(self.shard.rank, **({"columns": mine} if name == "down_proj" else {"rows": mine}))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -144,7 +151,10 @@ class ExpertBlock:
 
         Each with its (start, stop, step) of the rows of B that this rank has; (0, 0, 1): all.
         """
-        if name == "down_proj" or (name != "gate_up_proj" and self.shard is None):
+        if name == "down_proj":
+            outputs = None if self.shard is None else self.shard.outputs
+            return [(name, _ALL if outputs is None else (*outputs, 1))]
+        if name != "gate_up_proj" and self.shard is None:
             return [(name, _ALL)]
         start, stop = self.shard.intermediate if self.shard else (0, self.intermediate)
         if name != "gate_up_proj":

@@ -1,9 +1,9 @@
 """LoRA on routed experts: `y[p] += (x[xr(p)] · A[s, e]ᵀ) · Bt[s, e]`, in place, for pairs p of a token and an expert.
 
     s = row_slots[tokens[p] // per_row], e = experts[p], xr(p) = x_rows[p], or p where there are none
-    h[q, i, j]  = sum over k of x[xr(p), k] · A_i[s, e][j, k]               x [any, K], A_i[s, e] [rank, K]
-    y[p, first_i + STEP · c] += sum over j of h[q, i, j] · Bt_i[s, e][j, c]         Bt_i[s, e] [rank, width_i]
-    planes of h: fp32 [split, pairs, projections, max_rank], added up in order; q is p, or its place after a sort
+    h[p, i, j]  = sum over k of x[xr(p), k] · A_i[s, e][j, k]               x [any, K], A_i[s, e] [rank, K]
+    y[p, first_i + STEP · c] += sum over j of h[p, i, j] · Bt_i[s, e][j, c]         Bt_i[s, e] [rank, width_i]
+    planes of h: fp32 [split, pairs, projections, max_rank], added up in order
 
 for each projection i of a call: gate and up together, side by side (STEP 1) or interleaved (STEP 2), or down. The sum
 is fp32 and y is rounded once; y is not written where there is no slot, no such expert (sentinels of expert
@@ -213,11 +213,12 @@ def shrink_buckets(
         rank1 = tl.where(_shared(entry0, entry1), 0, tl.load(entry1 + 2).to(tl.int32))
         a1 = _factor(data_ptr, slot, slot_elems, entry1, 0, e, ALIGN)
     m = tl.arange(0, BLOCK_M)[:, None]
-    x_row = tl.load(order_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
+    p = tl.load(order_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
+    x_row = p
     if GATHER:
-        x_row = tl.load(x_rows_ptr + x_row, mask=m_mask, other=0).to(tl.int64)
+        x_row = tl.load(x_rows_ptr + p, mask=m_mask, other=0).to(tl.int64)
     x_rows = x_ptr + x_row * x_stride
-    h_rows = h_ptr + ((s.to(tl.int64) * pairs + start) * PROJECTIONS + m * PROJECTIONS) * MAX_RANK
+    h_rows = h_ptr + (s.to(tl.int64) * pairs + p) * (PROJECTIONS * MAX_RANK)
     k_start = s * CHUNK
     k_stop = tl.minimum(K, k_start + CHUNK)
     for r0 in range(0, tl.maximum(rank0, rank1), BLOCK_R):
@@ -262,7 +263,7 @@ def expand_buckets(
     p = tl.load(order_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
     y_rows = y_ptr + p * y_stride + pick(i, first0, first1, 0, 0, PROJECTIONS)
     plane = tl.cast(pairs, tl.int64) * PROJECTIONS * MAX_RANK
-    h_rows = h_ptr + (start * PROJECTIONS + source + m * PROJECTIONS) * MAX_RANK
+    h_rows = h_ptr + (p * PROJECTIONS + source) * MAX_RANK
     h_first = _summed(h_rows, tl.arange(0, BLOCK_R), rank, m_mask, plane, SPLIT)
     c_first = tl.program_id(1) * (BLOCKS * BLOCK_N)
     for block in range(0, BLOCKS):
@@ -279,52 +280,88 @@ def expand_buckets(
         tl.store(y_rows + STEP * c[None, :], (y.to(tl.float32) + acc).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def prepare(
-    y: Tensor, x: Tensor, x_rows: Tensor | None, tokens: Tensor, experts: Tensor, arena: Arena, rows: Rows,
-    n_tokens: int, projections: Sequence[tuple[int, int, int, int]], n_experts: int, buckets: Buckets | None,
-) -> list[tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]]:  # fmt: skip
-    """Both launches: kernel, grid, arguments in order, compile options. Buckets: prefill; arguments as below."""
-    pairs, k, count = tokens.numel(), x.shape[1], len(projections)
-    sites, firsts, steps, widths = zip(*projections, projections[-1], strict=True)
-    if count > 2 or len(set(steps)) > 1:
-        raise ValueError(f"projections {tuple(projections)}: one or two are served at once, of one step")
-    data, size, rank, wide = arena.data, arena.data.itemsize, arena.max_rank, buckets is not None
-    shrink_dot, expand_dot = tuning._shrink_dot(x.dtype, data.dtype), tuning._expand_dot(y.dtype, data.dtype)
+Launch = tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]  # kernel, grid, arguments, compile options
+
+
+def _common(
+    planes: Tensor, tokens: Tensor, experts: Tensor, arena: Arena, rows: Rows, n_tokens: int, sites: Sequence[int],
+    n_experts: int, buckets: Buckets | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments that both kernels of a pair have in the same place."""
+    order, table, tiles = (tokens, tokens, 0) if buckets is None else (*buckets[:2], buckets.table.shape[1])
+    return (
+        tokens, experts, order, table, rows.slots, planes, arena.data, arena.meta, arena.slot_elems,
+        arena.meta.stride(0), tokens.numel(), n_tokens // rows.rows, tiles, n_experts, sites[0], sites[-1],
+    )  # fmt: skip
+
+
+def prepare_shrink(
+    x: Tensor, x_rows: Tensor | None, tokens: Tensor, experts: Tensor, arena: Arena, rows: Rows, n_tokens: int,
+    sites: Sequence[int], n_experts: int, buckets: Buckets | None,
+) -> tuple[Tensor, Launch]:  # fmt: skip
+    """Planes of h `[split, pairs, projections, max_rank]`, and the launch that fills them."""
+    pairs, k, count = tokens.numel(), x.shape[1], len(sites)
+    size, rank, dot = arena.data.itemsize, arena.max_rank, tuning._shrink_dot(x.dtype, arena.data.dtype)
     if buckets is not None:
-        order, table, block_m, tiles = *buckets, buckets.table.shape[1]
-        block_k, shrink_rank, stages = SHRINK_BUCKETS[shrink_dot]
-        block_n, expand_rank, blocks = EXPAND_BUCKETS[expand_dot]
-        if steps[0] > 1:  # columns that are not side by side take more registers for their addresses
-            block_n //= 2
-        split = min(-(-tuning.PREFILL_PROGRAMS // max(1, pairs // block_m)), MAX_SPLIT)
-        chunk, grid, least = -(-k // split), (tiles,), 16
+        block_m, grid, least = buckets.tile, buckets.table.shape[1], 16
+        block_k, block_r, stages = SHRINK_BUCKETS[dot]
+        chunk = -(-k // min(-(-tuning.PREFILL_PROGRAMS // max(1, pairs // block_m)), MAX_SPLIT))
     else:
-        order, table, block_m, tiles, stages, blocks, grid, least = tokens, tokens, 1, 0, 1, 1, (pairs,), 1
+        block_m, grid, least, block_r, stages = 1, pairs, 1, 16, 1
         chunk, block_k = next(row[1:] for row in SHRINK_PAIRS if pairs <= row[0])
-        chunk, block_k, shrink_rank = chunk // size, min(block_k // size, max(16, triton.next_power_of_2(k))), 16
-        chunk = max(chunk, -(-k // MAX_SPLIT))
-        block_n, expand_rank = next(row[1:] for row in EXPAND_PAIRS if rank <= row[0])
-        block_n //= size
+        block_k = min(block_k // size, max(16, triton.next_power_of_2(k)))
+        chunk = max(chunk // size, -(-k // MAX_SPLIT))
     chunk = -(-chunk // block_k) * block_k
     split = -(-k // chunk)
-    planes = torch.empty(split * pairs * count * rank, dtype=torch.float32, device=y.device)
-    common: tuple[Any, ...] = (tokens, experts, order, table, rows.slots, planes, data, arena.meta, arena.slot_elems)
-    common += (arena.meta.stride(0), pairs, n_tokens // rows.rows, tiles, n_experts, sites[0], sites[1])
-    shrink_rank, expand_rank = (
-        max(least, min(most, triton.next_power_of_2(rank))) for most in (shrink_rank, expand_rank)
-    )
-    gathered = (x, tokens if x_rows is None else x_rows)
-    a_align, b_align = (math.gcd(64 // size, *rows_of) for rows_of in ((k,), widths))
-    shape: tuple[Any, ...] = (x_rows is not None, count, rank, a_align, chunk, block_m, block_k)
-    first = (*gathered, *common, k, x.stride(0), *shape, shrink_rank, stages, shrink_dot)
-    shape = (count, rank, b_align, steps[0], split, triton.next_power_of_2(split), block_m, block_n, expand_rank)
-    columns = (firsts[0], firsts[1], widths[0], widths[1], y.stride(0))
-    second = (y, *common, *columns, *shape, blocks, expand_dot)
+    planes = torch.empty((split, pairs, count, rank), dtype=torch.float32, device=x.device)
+    args: tuple[Any, ...] = (x, tokens if x_rows is None else x_rows)
+    args += _common(planes, tokens, experts, arena, rows, n_tokens, sites, n_experts, buckets)
+    args += (k, x.stride(0), x_rows is not None, count, rank, math.gcd(64 // size, k), chunk, block_m, block_k)
+    args += (max(least, min(block_r, triton.next_power_of_2(rank))), stages, dot)
+    kernel, programs = (shrink_pairs, count) if buckets is None else (shrink_buckets, 1)
+    return planes, (kernel, (grid, split, programs), args, {"num_warps": 4})
+
+
+def prepare_expand(
+    y: Tensor, planes: Tensor, tokens: Tensor, experts: Tensor, arena: Arena, rows: Rows, n_tokens: int,
+    projections: Sequence[tuple[int, int, int, int]], n_experts: int, buckets: Buckets | None,
+) -> Launch:  # fmt: skip
+    """The launch that adds the sum of planes `[split, pairs, projections, max_rank]`, times Bt."""
+    sites, firsts, steps, widths = zip(*projections, projections[-1], strict=True)
+    if len(projections) > 2 or len(set(steps)) > 1:
+        raise ValueError(f"projections {tuple(projections)}: one or two are served at once, of one step")
+    size, (split, pairs, count, rank) = arena.data.itemsize, planes.shape
+    dot = tuning._expand_dot(y.dtype, arena.data.dtype)
+    if buckets is not None:
+        block_m, grid, least, warps = buckets.tile, buckets.table.shape[1], 16, 4
+        block_n, block_r, blocks = EXPAND_BUCKETS[dot]
+        if steps[0] > 1:  # columns that are not side by side take more registers for their addresses
+            block_n //= 2
+    else:
+        block_m, grid, least, warps, blocks = 1, pairs, 1, 1, 1
+        block_n, block_r = next(row[1:] for row in EXPAND_PAIRS if rank <= row[0])
+        block_n //= size
+    args: tuple[Any, ...] = (y,)
+    args += _common(planes, tokens, experts, arena, rows, n_tokens, sites, n_experts, buckets)
+    args += (firsts[0], firsts[1], widths[0], widths[1], y.stride(0), count, rank, math.gcd(64 // size, *widths))
+    args += (steps[0], split, triton.next_power_of_2(split), block_m, block_n)
+    args += (max(least, min(block_r, triton.next_power_of_2(rank))), blocks, dot)
     spans = -(-max(widths) // (block_n * blocks))
-    return [
-        (shrink_buckets if wide else shrink_pairs, (*grid, split, 1 if wide else count), first, {"num_warps": 4}),
-        (expand_buckets if wide else expand_pairs, (*grid, spans, count), second, {"num_warps": 4 if wide else 1}),
-    ]
+    return (expand_pairs if buckets is None else expand_buckets, (grid, spans, count), args, {"num_warps": warps})
+
+
+def buckets_of(
+    tokens: Tensor, experts: Tensor, arena: Arena, rows: Rows, n_tokens: int, n_experts: int, known: Buckets | None
+) -> Buckets | None:
+    """The buckets of a call, those that are known where there are any; None where rows are short."""
+    if n_tokens // rows.rows < tuning.TILE_TOKENS:
+        return None
+    return known or bucket(tokens, experts, rows.slots, rows.rows, n_tokens, n_experts, arena.meta.shape[0])
+
+
+def run(launch: Launch) -> None:
+    kernel, grid, args, options = launch
+    kernel[grid](*args, **options)
 
 
 def launch_experts(
@@ -341,12 +378,9 @@ def launch_experts(
     """
     if tokens.numel() == 0 or rows.rows == 0:
         return buckets
-    if n_tokens // rows.rows < tuning.TILE_TOKENS:
-        buckets = None
-    elif buckets is None:
-        adapters = arena.meta.shape[0]
-        buckets = bucket(tokens, experts, rows.slots, rows.rows, n_tokens, n_experts, adapters)
-    shape = (n_tokens, projections, n_experts, buckets)
-    for kernel, grid, args, options in prepare(y, x, x_rows, tokens, experts, arena, rows, *shape):
-        kernel[grid](*args, **options)
+    buckets = buckets_of(tokens, experts, arena, rows, n_tokens, n_experts, buckets)
+    call = (tokens, experts, arena, rows, n_tokens)
+    planes, shrink = prepare_shrink(x, x_rows, *call, [site for site, *_ in projections], n_experts, buckets)
+    run(shrink)
+    run(prepare_expand(y, planes, *call, projections, n_experts, buckets))
     return buckets

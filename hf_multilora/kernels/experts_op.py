@@ -17,12 +17,11 @@ from ..errors import RoutingError
 from . import custom, reference_experts
 from .custom import HAS_TRITON, runs_triton
 from .ops import ArenaOp, Workspace
+from .reference_experts import Projection
 
 if HAS_TRITON:
     from . import experts as kernels
     from . import launch
-
-Projection = tuple[int, int, int, int]  # site, first column, columns from one to the next, how many
 
 
 def projections_of(block: ExpertBlock, first: int) -> tuple[list[Projection], list[Projection], int]:

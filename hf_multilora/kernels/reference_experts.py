@@ -18,13 +18,17 @@ Nothing that autograd has seen is written in place, so it can follow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from .reference import META, RANK_STEP, _rows_at, compute_dtype
 from .tuning import TILE_TOKENS
+
+Projection = tuple[int, int, int, int]  # site, first column, columns from one to the next, how many
 
 TILE = 16
 # Gathered factors of one round: they should still be in a core's cache when they are multiplied.
@@ -52,6 +56,36 @@ def _tiles(bucket: Tensor, live: Tensor) -> tuple[Tensor, Tensor]:
     return members, used
 
 
+class Entries(NamedTuple):
+    """What products are made for: `pairs [entries, 1 or TILE]`, which of these places are `used`, and the `slots` and
+    `experts [entries]`."""
+
+    pairs: Tensor
+    used: Tensor
+    slots: Tensor
+    experts: Tensor
+
+
+def entries(
+    tokens: Tensor, experts: Tensor, n_tokens: int, row_slots: Tensor, rows: int, n_experts: int
+) -> Entries | None:
+    """Arguments as for `lora_experts`. None: no pair has a slot and an expert."""
+    if tokens.numel() == 0 or rows == 0:
+        return None
+    per_row = n_tokens // rows
+    slots = row_slots[:rows].long()[tokens.long() // per_row]
+    experts = experts.long()
+    live = (slots >= 0) & (experts >= 0) & (experts < n_experts)
+    if per_row >= TILE_TOKENS:
+        members, used = _tiles(slots * n_experts + experts, live)
+    else:
+        members = live.nonzero()
+        used = torch.ones_like(members, dtype=torch.bool)
+    if len(members) == 0:
+        return None
+    return Entries(members, used, slots[members[:, 0]], experts[members[:, 0]])
+
+
 def lora_experts(
     y: Tensor,
     x: Tensor,
@@ -63,7 +97,7 @@ def lora_experts(
     meta: Tensor,
     row_slots: Tensor,
     rows: int,
-    projections: Sequence[tuple[int, int, int, int]],
+    projections: Sequence[Projection],
     slot_elems: int,
     zero_off: int,
     n_experts: int,
@@ -87,75 +121,121 @@ def lora_experts(
     Returns:
         A new `[S, N]` in y's dtype, or y itself where nothing is added.
     """
-    if tokens.numel() == 0 or rows == 0:
+    found = entries(tokens, experts, n_tokens, row_slots, rows, n_experts)
+    if found is None:
         return y
-    per_row = n_tokens // rows
-    slots = row_slots[:rows].long()[tokens.long() // per_row]
-    experts = experts.long()
-    live = (slots >= 0) & (experts >= 0) & (experts < n_experts)
-    if per_row >= TILE_TOKENS:
-        members, used = _tiles(slots * n_experts + experts, live)
-    else:
-        members = live.nonzero()
-        used = torch.ones_like(members, dtype=torch.bool)
-    if len(members) == 0:
-        return y
-    slots, experts = slots[members[:, 0]], experts[members[:, 0]]
+    arena = (data, meta, slot_elems, zero_off)
+    h = shrink(x, x_rows, len(y), compute_dtype(y), found, [site for site, *_ in projections], None, *arena)
+    return expand(y, h, found, projections, *arena)
+
+
+def shrink(
+    x: Tensor,
+    x_rows: Tensor | None,
+    pairs: int,
+    dtype: torch.dtype,
+    entries: Entries | None,
+    sites: Sequence[int],
+    columns: int | None,
+    data: Tensor,
+    meta: Tensor,
+    slot_elems: int,
+    zero_off: int,
+) -> Tensor:
+    """x·Aᵀ of each pair, `[pairs, sites, columns]` in `dtype`; zeros beyond a pair's rank.
+
+    Args:
+        columns: None: as many as the largest rank of a pair takes.
+        Others as for `lora_experts`.
+    """
+    k, parts = x.shape[1], []
+    for site in sites:
+        h = x.new_zeros(pairs, columns or 0, dtype=dtype)
+        if entries is not None:
+            rank, start = _factors(entries, meta, slot_elems, site, 0, k)
+            for chunk, real in _rounds(rank, k, pairs, dtype):
+                members, used = entries.pairs[chunk], entries.used[chunk[:real]]
+                xs = x[members if x_rows is None else x_rows[members]].to(dtype)
+                values = []
+                for valid, a in _steps(data, rank[chunk], start[chunk], k, zero_off, dtype):
+                    # A padded column is 0 · x, which is NaN where x is infinite; it must not reach the pair.
+                    values.append(torch.where(valid[:, None], torch.bmm(xs, a.transpose(1, 2)), 0))
+                own = torch.cat(values, -1)[:real][used]
+                h = _wide(h, own.shape[1]) if columns is None else h
+                h[members[:real][used]] = _wide(own, h.shape[1])[:, : h.shape[1]]
+        parts.append(h)
+    width = max(h.shape[1] for h in parts)
+    return torch.stack([_wide(h, width) for h in parts], 1)
+
+
+def expand(
+    y: Tensor,
+    h: Tensor,
+    entries: Entries | None,
+    projections: Sequence[Projection],
+    data: Tensor,
+    meta: Tensor,
+    slot_elems: int,
+    zero_off: int,
+) -> Tensor:
+    """`y` with h·Bt added; h `[S, projections, columns]`. Others, and the result, as for `lora_experts`."""
     out = y
-    for site, first, step, width in projections:
-        entry = meta[:, META * site : META * site + META].index_select(0, slots)
-        a_start = slots * slot_elems + entry[:, 0] + experts * entry[:, 3]
-        b_start = slots * slot_elems + entry[:, 1] + experts * entry[:, 4]
-        columns = slice(first, first + step * (width - 1) + 1, step)
-        where = (members, used, entry[:, 2], a_start, b_start)
-        changed, values = _products(y[:, columns], x, x_rows, data, *where, zero_off)
-        if len(changed):
+    for i, (site, first, step, width) in enumerate(projections if entries is not None else ()):
+        assert entries is not None
+        rank, start = _factors(entries, meta, slot_elems, site, 1, width)
+        span = slice(first, first + step * (width - 1) + 1, step)
+        own, changed, values = h[:, i], [], []
+        for chunk, real in _rounds(rank, width, len(y), h.dtype):
+            members, used = entries.pairs[chunk], entries.used[chunk[:real]]
+            hs, total, r0 = own[members], None, 0
+            for valid, b in _steps(data, rank[chunk], start[chunk], width, zero_off, h.dtype):
+                piece = _wide(hs[..., r0 : r0 + RANK_STEP], RANK_STEP)
+                product = torch.bmm(torch.where(valid[:, None], piece, 0), b)
+                # -0.0 would become 0.0 where another entry of the round has a further step.
+                total = product.add_(0.0) if total is None else total.add_(product)
+                r0 += RANK_STEP
+            assert total is not None
+            mine = members[:real][used]
+            changed.append(mine)
+            values.append((y[:, span][mine].to(h.dtype) + total[:real][used]).to(y.dtype))
+        if changed:
             out = y.clone() if out is y else out
-            out[:, columns].index_copy_(0, changed, values)
+            out[:, span].index_copy_(0, torch.cat(changed), torch.cat(values))
     return out
 
 
-def _products(
-    y: Tensor,
-    x: Tensor,
-    x_rows: Tensor | None,
-    data: Tensor,
-    members: Tensor,
-    used: Tensor,
-    ranks: Tensor,
-    a_start: Tensor,
-    b_start: Tensor,
-    zero_off: int,
+def _factors(
+    entries: Entries, meta: Tensor, slot_elems: int, site: int, which: int, width: int
 ) -> tuple[Tensor, Tensor]:
-    """(pairs that have factors at this projection, their new columns) of y `[S, width]`."""
-    dtype, (k, width) = compute_dtype(y), (x.shape[1], y.shape[1])
-    size = min(MAX_CHUNK, max(MIN_CHUNK, CHUNK_BYTES // (RANK_STEP * (k + width) * dtype.itemsize)), y.shape[0])
-    steps = torch.arange(RANK_STEP, device=data.device)
-    # Largest ranks first: then the entries of a round need about the same number of steps.
+    """(rank, first element) of the A (0) or Bt (1) of each entry."""
+    entry = meta[:, META * site : META * site + META].index_select(0, entries.slots)
+    return entry[:, 2], entries.slots * slot_elems + entry[:, which] + entries.experts * entry[:, 3 + which]
+
+
+def _rounds(ranks: Tensor, width: int, pairs: int, dtype: torch.dtype) -> Iterator[tuple[Tensor, int]]:
+    """(entries, how many of them are real) of each round; the others repeat its first. Entries of rank 0 have none.
+
+    Largest ranks first: then the entries of a round need about the same number of steps.
+    """
+    size = min(MAX_CHUNK, max(MIN_CHUNK, CHUNK_BYTES // (RANK_STEP * width * dtype.itemsize)), pairs)
     order = ranks.argsort(descending=True, stable=True)[: int(ranks.count_nonzero())]
-    changed, values = [members.new_empty(0)], [y.new_empty(0, width)]
     for start in range(0, len(order), size):
         chunk = order[start : start + size]
-        real = len(chunk)
-        chunk = torch.cat((chunk, chunk[:1].expand(size - real)))
-        pairs, rank = members[chunk], ranks[chunk, None]
-        xs = x[pairs if x_rows is None else x_rows[pairs]].to(dtype)
-        total: Tensor | None = None
-        for r0 in range(0, int(rank[0]), RANK_STEP):
-            r = r0 + steps
-            valid = r < rank
-            a_index = torch.where(valid, a_start[chunk, None] + r * k, zero_off)
-            b_index = torch.where(valid, b_start[chunk, None] + r * width, zero_off)
-            a = _rows_at(data, a_index.view(-1), k).to(dtype).view(size, RANK_STEP, k)
-            b = _rows_at(data, b_index.view(-1), width).to(dtype).view(size, RANK_STEP, width)
-            # A padded column is 0 · x, which is NaN where x is infinite; it must not reach the pair through 0 of Bt.
-            h = torch.where(valid[:, None], torch.bmm(xs, a.transpose(1, 2)), 0)
-            product = torch.bmm(h, b)
-            # -0.0 would become 0.0 where another entry of the round has a further step.
-            total = product.add_(0.0) if total is None else total.add_(product)
-        assert total is not None
-        taken = used[chunk[:real]]
-        mine = pairs[:real][taken]
-        changed.append(mine)
-        values.append((y[mine].to(dtype) + total[:real][taken]).to(y.dtype))
-    return torch.cat(changed), torch.cat(values)
+        yield torch.cat((chunk, chunk[:1].expand(size - len(chunk)))), len(chunk)
+
+
+def _steps(
+    data: Tensor, ranks: Tensor, start: Tensor, width: int, zero_off: int, dtype: torch.dtype
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each RANK_STEP ranks of a round: (which of them an entry has, their rows `[entries, RANK_STEP, width]`)."""
+    steps = torch.arange(RANK_STEP, device=data.device)
+    for r0 in range(0, int(ranks[0]), RANK_STEP):
+        r = r0 + steps
+        valid = r < ranks[:, None]
+        index = torch.where(valid, start[:, None] + r * width, zero_off)
+        yield valid, _rows_at(data, index.view(-1), width).to(dtype).view(len(ranks), RANK_STEP, width)
+
+
+def _wide(h: Tensor, columns: int) -> Tensor:
+    """With zeros behind, where there are fewer columns."""
+    return h if h.shape[-1] >= columns else F.pad(h, (0, columns - h.shape[-1]))

@@ -14,7 +14,7 @@ slices of one layer are consecutive, in the order of its output rows. A host blo
                              the same of B: 0 where they share it
              gain, shift:    float32 [width of the slice]; gain is folded into B, too
 
-Fully sharded, ranks of a tensor-parallel model split linear sites' factors by both dimensions. Where outputs are
+Fully sharded, ranks of a tensor-parallel model split factors of linear sites and experts by both dimensions. Where outputs are
 split, rank p of n stores A's rows p, p + n, p + 2n, ..., and a row of zeros where it has one less than rank 0. Where
 inputs are split, it stores B for the p-th part of the outputs. Such a header is followed by two more tables of its
 shape, for the kernels of these sites:
@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..adapters.shards import Ranges, Shard, length, within
+from ..adapters.shards import Ranges, Shard, length, part_of, within
 from ..errors import ModelError
 
 if TYPE_CHECKING:
@@ -85,15 +85,14 @@ class Site:
     def a_shape(self, rank: int, experts: int | None = None) -> tuple[int, ...]:
         """Shape of the A factor as it is stored; `experts`: factors of its own, 1 where all share one."""
         if self.kind == "experts":
-            return (self.experts if experts is None else experts, rank, self.in_features)
+            return (self.experts if experts is None else experts, self.held(rank), self.in_features)
         return (self.in_features, rank) if self.kind == "embedding" else (self.held(rank), self.in_features)
 
     def b_shape(self, rank: int, experts: int | None = None) -> tuple[int, ...]:
         """Shape of the B factor as it is stored."""
-        if self.kind == "experts":
-            return (self.experts if experts is None else experts, rank, self.out_features)
         start, stop = self.span
-        return (rank, stop - start)
+        own = (self.experts if experts is None else experts,) if self.kind == "experts" else ()
+        return (*own, rank, stop - start)
 
     def held(self, rank: int) -> int:
         """Rows of A that each rank stores of an adapter of `rank`, padding included."""
@@ -108,7 +107,7 @@ class Site:
         """(start, stop) of the outputs that B is stored for, among `out_features`."""
         if self.parts == 1 or self.columns is None:
             return 0, self.out_features
-        return self.out_features * self.part // self.parts, self.out_features * (self.part + 1) // self.parts
+        return part_of(self.out_features, self.part, self.parts)
 
     @property
     def b_rows(self) -> Ranges | None:
@@ -118,8 +117,8 @@ class Site:
     def derived(self, row: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What the two tables behind the header have for a row of it."""
         a_off, b_off, rank, gain_off, shift_off = row
-        if self.columns is None:
-            return (a_off, 0, self.held(rank), 0, 0), (0,) * META
+        if self.columns is None:  # experts: elements from one A to the next
+            return (a_off, 0, self.held(rank), gain_off if self.kind == "experts" else 0, 0), (0,) * META
         return (a_off, b_off, rank, 0, 0), (0, 0, 0, gain_off, shift_off)
 
     def nbytes(self, rank: int, itemsize: int) -> int:
@@ -166,7 +165,7 @@ class Layout:
 
         Args:
             group_of: path of a target, or of any module that may be saved -> its group; None: there is one.
-            parts: ranks over which the linear layers that they share are fully sharded; 1: they are not.
+            parts: ranks over which the layers that they share are fully sharded; 1: they are not.
 
         Raises:
             ModelError: a layer of fewer outputs than ranks, whose B they cannot split.
@@ -175,7 +174,7 @@ class Layout:
         for target in targets.values():
             start, group = 0, group_of(target.path) if group_of else 0
             shard: Shard = getattr(target, "shard", None) or _ALL
-            split = parts if shard is not _ALL and target.kind == "linear" else 1
+            split = parts if shard is not _ALL and target.kind != "embedding" else 1
             for i, width in enumerate(target.widths):
                 inside, experts = target.in_features, target.experts
                 rows = None if shard.rows is None else within(shard.rows, start, start + width)

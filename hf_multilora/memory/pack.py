@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
 from ..errors import AdapterMatchError, UnsupportedAdapterError
 from .build import Builder, concatenated, copied, header_of
@@ -248,8 +249,8 @@ def _factor_views(data: torch.Tensor, site: Site, row: Sequence[int]) -> tuple[t
 
 
 def _rows_to(b: torch.Tensor, rank: int) -> torch.Tensor:
-    """B of a part of a mix, `[its rank, out]`, with rows of zeros up to `rank`; experts' as they are."""
-    return b if b.dim() == 3 or len(b) == rank else torch.cat([b, b.new_zeros(rank - len(b), b.shape[1])])
+    """B of a part of a mix, `[(experts,) its rank, out]`, with rows of zeros up to `rank`."""
+    return b if b.shape[-2] == rank else F.pad(b, (0, 0, 0, rank - b.shape[-2]))
 
 
 def _counts(a: torch.Tensor, b: torch.Tensor) -> tuple[int, int] | None:
@@ -264,7 +265,7 @@ def _add_experts(builder: Builder, factor: Factor, site: Site) -> None:
     counts = a.shape[0], b.shape[0]
     for name, found, shape in (
         ("A", a.shape, (factor.rank, site.in_features)),
-        ("B", b.shape, (site.out_features, factor.rank)),
+        ("B", b.shape, (site.span[1] - site.span[0], factor.rank)),
     ):
         if tuple(found[1:]) != shape or found[0] not in (1, site.experts):
             raise AdapterMatchError(
@@ -272,8 +273,12 @@ def _add_experts(builder: Builder, factor: Factor, site: Site) -> None:
                 "where all experts share it."
             )
 
+    mine = slice(site.part, None, site.parts) if site.columns is None else slice(None)
+
     def fill_a(out: torch.Tensor) -> None:
-        out.copy_(a.read())
+        rows = a.read()[:, mine]
+        out[:, : rows.shape[1]].copy_(rows)
+        out[:, rows.shape[1] :].zero_()
 
     def fill_b(out: torch.Tensor) -> None:
         for one, turned in zip(b.read(), out, strict=True):

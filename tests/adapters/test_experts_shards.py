@@ -10,6 +10,7 @@ from experts_bed import INNER, PREFIX, E, H, Hand, assert_deltas, block, hand, l
 
 from hf_multilora.adapters.checkpoint import Checkpoint
 from hf_multilora.adapters.shards import BlockShard
+from hf_multilora.memory.layout import Layout
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -24,6 +25,7 @@ SHARDS = {
     "first half": BlockShard((0, E), (0, 6)),
     "second half": BlockShard((0, E), (6, INNER)),
     "uneven part": BlockShard((0, E), (7, INNER)),
+    "fully sharded": BlockShard((0, E), (6, INNER), 1, (H // 2, H)),
 }
 P = "model.layers.0.mlp.experts"
 ONE: dict[str, Any] = {"n_layers": 1, "shared": False}
@@ -31,9 +33,9 @@ ONE: dict[str, Any] = {"n_layers": 1, "shared": False}
 
 def part(made: Hand, shard: BlockShard) -> Hand:
     """What a rank should have of factors by hand."""
-    experts, inner = slice(*shard.experts), slice(*shard.intermediate)
+    experts, inner, out = slice(*shard.experts), slice(*shard.intermediate), slice(*(shard.outputs or (0, H)))
     return {
-        name: (a[experts, :, inner], b[experts]) if name == "down_proj" else (a[experts], b[experts, inner])
+        name: (a[experts, :, inner], b[experts, out]) if name == "down_proj" else (a[experts], b[experts, inner])
         for name, (a, b) in made.items()
     }
 
@@ -48,10 +50,12 @@ def test_one_matrix_for_all_experts(layout: str, shard: str, flipped: bool) -> N
     plan = load(three_d(made, item, flipped=flipped), table, target_parameters=[item.gate_up, item.down])
     assert_deltas(plan, part(made, where))
     targets = {target.path: target for target in block(**LAYOUTS[layout], shard=where).targets}
+    sites = Layout.from_targets(targets)
     for factor in plan.factors:
-        target = targets[factor.path]
+        target = sites.site(factor.path)
         assert factor.a.shape[1:] == (factor.rank, target.in_features)
-        assert factor.b.shape[1:] == (target.out_features, factor.rank)
+        outputs = where.outputs if where.outputs and "down" in factor.path else (0, target.out_features)
+        assert factor.b.shape[1:] == (outputs[1] - outputs[0], factor.rank)
         assert factor.a.shape[0] in (1, target.experts) and factor.b.shape[0] in (1, target.experts)
 
 
@@ -121,5 +125,6 @@ def test_blocks_of_a_rank() -> None:
     item = block(shard=BlockShard((3, E), (6, INNER)))
     assert (item.local.experts, item.local.intermediate, item.local.hidden) == (2, 6, H)
     assert item.whole == block() and item.local.shard is None
-    sizes = {target.path.rpartition(".")[2]: target for target in item.targets}
+    sites = Layout.from_targets({target.path: target for target in item.targets}).sites
+    sizes = {site.path.rpartition(".")[2]: site for site in sites}
     assert (sizes["down_proj"].experts, sizes["down_proj"].in_features, sizes["down_proj"].out_features) == (2, 6, H)

@@ -127,10 +127,11 @@ def experts_launches(
     projections = [(5 + i, firsts[i], step, width) for i, width in enumerate(widths)]
     buckets = experts.Buckets(index, empty(torch.int32, 3, 3000), tile) if tile else None
     x_rows = index if len(widths) > 1 else None
-    shape = (rows * per_row, projections, 128, buckets)
+    call, shape = (index, index, arena, slots, rows * per_row), (128, buckets)
     label = f"experts tile={tile} K={k} N={widths} step={step} r={rank} {TYPES[act]} {TYPES[lora]}"
-    for made in experts.prepare(y, x, x_rows, index, index, arena, slots, *shape):
-        yield label, made
+    planes, shrink = experts.prepare_shrink(x, x_rows, *call, [site for site, *_ in projections], *shape)
+    yield label, shrink
+    yield label, experts.prepare_expand(y, planes, *call, projections, *shape)
 
 
 def launches(

@@ -33,6 +33,10 @@ class Ref:
     key: object
     tensor: torch.Tensor = field(compare=False)
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
     def read(self) -> torch.Tensor:
         return self.tensor
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from memory_bed import Part, Ref
 from safetensors.torch import save_file
+from together import Together
 
 from hf_multilora.adapters.checkpoint import TensorRef, open_checkpoint
 from hf_multilora.adapters.shards import Shard
@@ -97,57 +97,6 @@ def packed_for(layout: Layout, dtype: torch.dtype = torch.float32) -> list[Packe
     """The adapters, and last a mix of the first two."""
     found = [pack(parts_of(tensors), layout, dtype, pin=False) for tensors in ADAPTERS]
     return [*found, compose([(found[0], 2.0), (found[0], -1.0), (found[1], 0.5)], layout, dtype, pin=False)]
-
-
-class Together:
-    """Ranks that are threads of this process, which run one at a time (Triton's interpreter knows no threads)."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._barrier, self._board = threading.Barrier(size, timeout=60), [torch.empty(0)] * size
-        self._mine, self._turn = threading.local(), threading.Lock()
-
-    def run(self, work) -> list:
-        found: list = [None] * self.size
-        errors: list[BaseException] = []
-
-        def one(part: int) -> None:
-            self._mine.part = part
-            try:
-                with self._turn:
-                    found[part] = work(part)
-            except BaseException as error:
-                errors.append(error)
-                self._barrier.abort()
-
-        threads = [threading.Thread(target=one, args=(part,)) for part in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        return found
-
-    def _all(self, h: torch.Tensor) -> torch.Tensor:
-        self._board[self._mine.part] = h.clone()
-        self._meet()
-        found = torch.stack(self._board)
-        self._meet()
-        return found
-
-    def _meet(self) -> None:
-        self._turn.release()
-        try:
-            self._barrier.wait()
-        finally:
-            self._turn.acquire()
-
-    def gather(self, h: torch.Tensor) -> torch.Tensor:
-        return self._all(h).permute(1, 2, 0).flatten(1)
-
-    def total(self, h: torch.Tensor) -> torch.Tensor:
-        return self._all(h).sum(0)
 
 
 class Rank:

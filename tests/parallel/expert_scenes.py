@@ -18,7 +18,7 @@ from models import VOCAB, prompts
 from moe_bed import HIDDEN, INNER, Adapter
 from oracle import relative_error
 from safetensors.torch import save_file
-from scenes import device, main, on, scene, tokens
+from scenes import MODE, device, main, on, scene, sharded, tokens
 from transformers.distributed import DistributedConfig
 from transformers.integrations import moe
 
@@ -156,9 +156,11 @@ def share(found: dict[str, list[tuple[int, int]]], file: Path) -> dict[str, floa
 
 @scene
 def mixtures(cases: str, folder: str) -> dict[str, Any]:
-    """`cases`: "family:how:implementation of the experts", separated by commas."""
+    """`cases`: "family:how:implementation of the experts", separated by commas; fully sharded only those by widths."""
     with unwritten():
-        return {case: mixture(*case.split(":"), folder) for case in cases.split(",")}
+        return {
+            case: mixture(*case.split(":"), folder) for case in cases.split(",") if ":tp:" in case or not sharded()
+        }
 
 
 @contextmanager
@@ -191,7 +193,7 @@ def mixture(family: str, how: str, implementation: str, folder: str) -> dict[str
         bare = parts(**inputs).logits
         plain = whole(**inputs).logits
     enable_multilora(whole, **ENABLED)
-    shared = enable_multilora(parts, **ENABLED)
+    shared = enable_multilora(parts, **ENABLED, **MODE)
     read = {}
     for name, adapter in folders.items():
         whole.multilora.load(adapter, name)
@@ -255,12 +257,11 @@ def refused(cases: str, folder: str) -> dict[str, Any]:
         shared.multilora.load(folders["two"], "two")
     except MultiLoraError as error:
         said["torn"] = str(error)
-    for way in ("tp", "ep"):
-        shared = enable_multilora(split(place, way), fully_sharded_loras=True, **ENABLED)
-        try:
-            shared.multilora.load(folders["two"], "two")
-        except MultiLoraError as error:
-            said[f"sharded {way}"] = str(error)
+    shared = enable_multilora(split(place, "ep"), fully_sharded_loras=True, **ENABLED)
+    try:
+        shared.multilora.load(folders["two"], "two")
+    except MultiLoraError as error:
+        said["sharded"] = str(error)
     if not DISPATCHES:
         return said
     shared = enable_multilora(split(place, "ep", "all_to_all"), **ENABLED)
