@@ -14,10 +14,10 @@ slices of one layer are consecutive, in the order of its output rows. A host blo
                              the same of B: 0 where they share it
              gain, shift:    float32 [width of the slice]; gain is folded into B, too
 
-Fully sharded, ranks of a tensor-parallel model split factors of linear sites and experts by both dimensions. Where outputs are
-split, rank p of n stores A's rows p, p + n, p + 2n, ..., and a row of zeros where it has one less than rank 0. Where
-inputs are split, it stores B for the p-th part of the outputs. Such a header is followed by two more tables of its
-shape, for the kernels of these sites:
+Fully sharded, ranks of a tensor-parallel model split factors of linear sites and experts by both dimensions. Where
+outputs are split, rank p of n stores A's rows p, p + n, p + 2n, ..., and a row of zeros where it has one less than
+rank 0. Where inputs are split, it stores B for the p-th part of the outputs. Such a header is followed by two more
+tables of its shape, for the kernels of these sites; experts read the first alone, with elements from A to A:
 
     outputs split   (a_off, 0, rows of A, 0, 0)    and zeros
     inputs split    (a_off, b_off, rank, 0, 0)     and (0, 0, 0, gain_off, shift_off)
