@@ -38,7 +38,7 @@ def router(answers: Answers) -> APIRouter:
 
     async def done(work: Any, name: str) -> None:
         try:
-            await asyncio.wait_for(resolver.slowly(work, name), answers.settings.request_timeout_s)
+            await asyncio.wait_for(work, answers.settings.request_timeout_s)
         except MultiLoraError as error:
             raise of_adapter(error, "lora_name") from error
         except (asyncio.TimeoutError, TimeoutError) as error:
@@ -64,7 +64,7 @@ def router(answers: Answers) -> APIRouter:
         """Forget an adapter; answers once requests that use it have ended."""
         allowed()
         registered(body.lora_name)
-        await done(handle.unload, body.lora_name)
+        await done(resolver.unload(body.lora_name), body.lora_name)
         return AdapterAnswer(
             id=body.lora_name, message=f"Success: LoRA adapter '{body.lora_name}' removed successfully."
         )
@@ -74,7 +74,7 @@ def router(answers: Answers) -> APIRouter:
         """Keep an adapter in a slot, or (pinned=false) let it be evicted again."""
         allowed()
         registered(body.lora_name)
-        await done(handle.pin if body.pinned else handle.unpin, body.lora_name)
+        await done(resolver.patiently(handle.pin if body.pinned else handle.unpin, body.lora_name), body.lora_name)
         word = "pinned" if body.pinned else "unpinned"
         return AdapterAnswer(
             id=body.lora_name, message=f"Success: LoRA adapter '{body.lora_name}' {word} successfully."

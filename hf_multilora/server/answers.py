@@ -149,15 +149,15 @@ class Answers:
             raise ApiError(400, f"{count} answers in one request; at most {self.settings.max_choices}.", None, "n")
         prompts = await self.engine.quickly(self._prompts, request)
         longest = [self._longest(request, len(prompt)) for prompt in prompts]
-        adapter = await self._adapter(request.model, client)
-        if self.engine.in_work + count > self.settings.max_queue:
-            raise unavailable(
-                f"{self.engine.in_work} answers are in work or waiting; the limit is {self.settings.max_queue}."
-            )
         timeout = self.settings.request_timeout_s
-        job = Job(adapter, sum(map(len, prompts)), began + timeout, timeout)
         eos = frozenset() if request.ignore_eos else frozenset(self.engine.eos)
         async with AsyncExitStack() as stack:
+            adapter = await self._adapter(stack, request.model, client)
+            if self.engine.in_work + count > self.settings.max_queue:
+                raise unavailable(
+                    f"{self.engine.in_work} answers are in work or waiting; the limit is {self.settings.max_queue}."
+                )
+            job = Job(adapter, sum(map(len, prompts)), began + timeout, timeout)
             try:
                 for prompt, most in zip(prompts, longest, strict=True):
                     sampling = self._sampling(request, most)
@@ -173,12 +173,13 @@ class Answers:
                 tickets = [choice.ticket for choice in job.choices]
                 self.metrics.ended(adapter, job.outcome, job.prompt_tokens, tickets)
 
-    async def _adapter(self, name: str, client: str) -> str | None:
+    async def _adapter(self, stack: AsyncExitStack, name: str, client: str) -> str | None:
+        """The adapter of a request, registered until the stack is closed."""
         if name == self.resolver.base:
             return None
         new = self._shares.take(client, name)
         try:
-            return await self.resolver.ensure(name)
+            return await stack.enter_async_context(self.resolver.use(name))
         except ApiError:
             if new:  # what does not exist is nobody's
                 self._shares.give_back(client, name)

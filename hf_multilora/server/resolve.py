@@ -7,11 +7,12 @@ rank have been.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,8 +44,11 @@ class Resolver:
         self._plugins = [(name, _plugin(name)) for name in settings.resolvers]
         self._limits = Limits(settings.max_adapter_bytes, engine.multilora.config.max_lora_rank, settings.offline)
         self._slow = ThreadPoolExecutor(8, thread_name_prefix="hf_multilora_adapters")
+        # Of its own: what waits for running requests must not keep adapters from being loaded.
+        self._patient = ThreadPoolExecutor(8, thread_name_prefix="hf_multilora_waiting")
         self._loading: dict[str, asyncio.Future[None]] = {}
-        self._unloading: set[asyncio.Future[None]] = set()
+        self._leaving: dict[str, asyncio.Future[None]] = {}
+        self._users: Counter[str] = Counter()  # requests, from before their adapter is registered to their end
         self._asked: OrderedDict[str, None] = OrderedDict()  # loaded because somebody asked, longest ago first
 
     # -- names
@@ -53,21 +57,33 @@ class Resolver:
         """Every name that can be named without a load being refused for its name: registered, or in the folder."""
         return sorted({*self.engine.multilora.adapters, *self.places.names()} - {self.base})
 
-    async def ensure(self, name: str) -> str | None:
-        """The adapter that a request's `model` names, registered now; None: the base.
+    @asynccontextmanager
+    async def use(self, name: str) -> AsyncIterator[str | None]:
+        """The adapter that a request's `model` names, registered in the block; None: the base.
 
         Raises:
             ApiError: 404 no such name, 400 an adapter that cannot be served, 504 a load that took too long.
         """
         check_name(name)
         if name == self.base:
-            return None
-        if name in self._asked:
-            self._asked.move_to_end(name)
-        if not self.engine.registered(name):
-            await self._patiently(name)
-            self._keep(name)
-        return name
+            yield None
+            return
+        while (leaving := self._leaving.get(name)) is not None:
+            await asyncio.wait({leaving})
+        self._users[name] += 1
+        try:
+            if name in self._asked:
+                self._asked.move_to_end(name)
+            if not self.engine.registered(name):
+                await self._once(name)
+                self._asked[name] = None
+                self._make_room()
+            yield name
+        finally:
+            self._users[name] -= 1
+            if not self._users[name]:
+                del self._users[name]
+                self._make_room()
 
     async def load(self, name: str, path: str | None, replace: bool) -> Any:
         """Load an adapter that an operator names; returns its LoadReport.
@@ -88,23 +104,30 @@ class Resolver:
         def work() -> Any:
             handle = self.engine.multilora
             if path is None:
-                source = handle.adapters[name].source
+                source = handle.store.entry(name).version.loaded.source
                 if Path(source).is_dir():
                     self._limits.check(source)
                 return handle.reload(name)
             return handle.load(self._limits.check(self.places.allowed(path)), name, reload=replace, **self._options())
 
         try:
-            return await asyncio.wait_for(self.slowly(work), self.settings.load_timeout_s)
+            report = await asyncio.wait_for(self.slowly(work), self.settings.load_timeout_s)
         except (asyncio.TimeoutError, MultiLoraError, ApiError, OSError) as error:
             raise self._clean(error, "lora_path" if path else "lora_name") from error
+        self._asked.pop(name, None)  # the operator's from now on
+        return report
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter, once the requests that use it have ended. Raises: MultiLoraError."""
+        await self.patiently(self.engine.multilora.unload, name)
+        self._asked.pop(name, None)
 
     async def load_folder(self) -> list[str]:
         """Load every adapter of the folder; returns messages of those that cannot be served."""
         failed = []
         for name in self.places.names():
             try:
-                await self._patiently(name)
+                await self._once(name)
             except ApiError as error:
                 failed.append(f"{name}: {error.message}")
         return failed
@@ -115,7 +138,11 @@ class Resolver:
         """Run what may take long in a thread."""
         return asyncio.get_running_loop().run_in_executor(self._slow, work, *args)
 
-    async def _patiently(self, name: str) -> None:
+    def patiently(self, work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        """Run what may wait for running requests in a thread."""
+        return asyncio.get_running_loop().run_in_executor(self._patient, work, *args)
+
+    async def _once(self, name: str) -> None:
         task = self._loading.get(name)
         if task is None:
             task = self._loading[name] = self.slowly(self._load, name)
@@ -131,17 +158,21 @@ class Resolver:
     def _load(self, name: str) -> None:
         self.engine.multilora.load(self._limits.check(self._find(name)), name, **self._options())
 
-    def _keep(self, name: str) -> None:
-        """Count an adapter that was asked for; beyond the limit, the one asked for longest ago goes."""
-        self._asked[name] = None
-        self._asked.move_to_end(name)
-        while len(self._asked) > self.settings.max_on_demand:
-            old, _ = self._asked.popitem(last=False)
-            if self.engine.registered(old):
-                # It waits for requests that use it; nobody waits for that.
-                task = self.slowly(self._unload, old)
-                self._unloading.add(task)
-                task.add_done_callback(self._unloading.discard)
+    def _make_room(self) -> None:
+        """Beyond the limit of adapters that were asked for, those asked for longest ago go; not such as requests run or
+        wait with. Pinned ones do not count."""
+        if len(self._asked) <= self.settings.max_on_demand:
+            return
+        pinned = set(self.engine.multilora.store.pinned())
+        counted = [name for name in self._asked if name not in pinned]
+        spare = max(0, len(counted) - self.settings.max_on_demand)
+        for name in [name for name in counted if name not in self._users][:spare]:
+            del self._asked[name]
+            task = self._leaving[name] = self.patiently(self._unload, name)
+            task.add_done_callback(functools.partial(self._left, name))
+
+    def _left(self, name: str, task: asyncio.Future[None]) -> None:
+        del self._leaving[name]
 
     def _unload(self, name: str) -> None:
         with suppress(MultiLoraError):

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from server_bed import BASE, WAIT_S, answer, assert_error, until, write
@@ -130,6 +131,46 @@ def test_those_asked_for_longest_ago_make_room(serve, tmp_path):
     until(lambda: set(server.engine.multilora.adapters) == {"n3", "n4"})
     assert server.ask("n0", "Who?") == answer("Who?", 0)
     assert len(server.get("/v1/models").json()["data"]) == 6
+
+
+def test_requests_that_wait_keep_their_adapter(serve, tmp_path):
+    """More adapters at once than are kept, and more than there are slots: nobody's is taken away."""
+    for number in range(6):
+        write(tmp_path / f"n{number}", number)
+    server = serve(adapters=tmp_path, load_at_start=False, max_on_demand=1)
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda i: server.ask(f"n{i % 6}", "Who?"), range(24)))
+    assert answers == [answer("Who?", i % 6) for i in range(24)]
+    until(lambda: len(server.engine.multilora.adapters) == 1)
+
+
+def test_what_the_operator_has_loaded_or_pinned_stays(serve, tmp_path):
+    for number in range(4):
+        write(tmp_path / f"n{number}", number)
+    server = serve(adapters=tmp_path, load_at_start=False, max_on_demand=1, allow_runtime_updates=True)
+    server.ask("n0", "Who?")
+    assert server.post("/v1/pin_lora_adapter", {"lora_name": "n0"}).status_code == 200
+    server.ask("n1", "Who?")
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "n1"}).status_code == 200
+    assert server.post("/v1/load_lora_adapter", {"lora_name": "n1", "lora_path": "n1"}).status_code == 200
+    for number in (2, 3):
+        server.ask(f"n{number}", "Who?")
+    until(lambda: set(server.engine.multilora.adapters) == {"n0", "n1", "n3"})
+    assert server.post("/v1/pin_lora_adapter", {"lora_name": "n0", "pinned": False}).status_code == 200
+    server.ask("n2", "Who?")
+    until(lambda: set(server.engine.multilora.adapters) == {"n1", "n2"})
+
+
+def test_unloads_that_wait_keep_no_load_waiting(serve, tmp_path, monkeypatch):
+    write(tmp_path / "new", 5)
+    server = serve(adapters=tmp_path, load_at_start=False)
+    resolver, gate = server.app.state.answers.resolver, threading.Event()
+    try:
+        for _ in range(12):
+            server.loop.call_soon_threadsafe(resolver.patiently, gate.wait, 30.0)
+        assert server.ask("new", "Who?") == answer("Who?", 5)
+    finally:
+        gate.set()
 
 
 def test_on_demand_paths_need_a_pattern(serve, tmp_path):

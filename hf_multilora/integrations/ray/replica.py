@@ -61,7 +61,7 @@ class Replica:
                 resident = call.adapter in self._residents
                 try:
                     # What cannot be loaded evicts nothing: Serve makes room before it asks for a model.
-                    await self._resolver.ensure(call.adapter)
+                    await stack.enter_async_context(self._resolver.use(call.adapter))
                     await self.resident(call.adapter)
                 except ApiError as error:
                     app = error.response()
@@ -96,7 +96,7 @@ class Replica:
 
     async def _unload(self, name: str) -> None:
         with suppress(MultiLoraError):
-            await self._resolver.slowly(self._engine.multilora.unload, name)
+            await self._resolver.unload(name)
 
     def _signed(self, head: Head, resident: bool | None) -> Head:
         found = {} if resident is None else {RESIDENT: str(resident).lower()}
