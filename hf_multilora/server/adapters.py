@@ -26,9 +26,9 @@ def router(answers: Answers) -> APIRouter:
                 "runtime_updates_disabled",
             )
 
-    def registered(name: str) -> None:
+    async def registered(name: str) -> None:
         if not answers.engine.registered(name):
-            raise resolver.not_found(name, "lora_name")
+            raise await asyncio.to_thread(resolver.not_found, name, "lora_name")
 
     def said(report: Any, name: str, what: str) -> AdapterAnswer:
         message = f"Success: LoRA adapter '{name}' {what} successfully."
@@ -55,7 +55,7 @@ def router(answers: Answers) -> APIRouter:
     async def reload(body: ReloadAdapter) -> AdapterAnswer:
         """Read an adapter again, from where it came or from another place; requests in work end on the old weights."""
         allowed()
-        registered(body.lora_name)
+        await registered(body.lora_name)
         report = await resolver.load(body.lora_name, body.lora_path, True)
         return said(report, body.lora_name, "reloaded")
 
@@ -63,7 +63,7 @@ def router(answers: Answers) -> APIRouter:
     async def unload(body: AdapterName) -> AdapterAnswer:
         """Forget an adapter; answers once requests that use it have ended."""
         allowed()
-        registered(body.lora_name)
+        await registered(body.lora_name)
         await done(resolver.unload(body.lora_name), body.lora_name)
         return AdapterAnswer(
             id=body.lora_name, message=f"Success: LoRA adapter '{body.lora_name}' removed successfully."
@@ -73,7 +73,7 @@ def router(answers: Answers) -> APIRouter:
     async def pin(body: PinAdapter) -> AdapterAnswer:
         """Keep an adapter in a slot, or (pinned=false) let it be evicted again."""
         allowed()
-        registered(body.lora_name)
+        await registered(body.lora_name)
         await done(resolver.patiently(handle.pin if body.pinned else handle.unpin, body.lora_name), body.lora_name)
         word = "pinned" if body.pinned else "unpinned"
         return AdapterAnswer(

@@ -67,7 +67,8 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     app.include_router(page.router())
     _add_health(app, answers)
     _add_errors(app, metrics)
-    app.add_middleware(Gate, keys=Keys(settings.api_keys), max_body_bytes=settings.max_body_bytes)
+    limits = {"max_body_bytes": settings.max_body_bytes, "told": metrics.refused}
+    app.add_middleware(Gate, keys=Keys(settings.api_keys), **limits)
     return app
 
 
@@ -87,7 +88,7 @@ def _add_health(app: FastAPI, answers: Answers) -> None:
         return {"status": "ready"}
 
     @app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
-    async def metrics() -> Response:
+    def metrics() -> Response:  # in a thread, for a load may hold the locks for a while
         """Prometheus' text format."""
         return Response(answers.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

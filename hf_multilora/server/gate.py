@@ -19,10 +19,14 @@ OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
 
 
 class Gate:
-    """Refuses what bears no key (401) or is too large (413) before anything of it is parsed."""
+    """Refuses what bears no key (401) or is too large (413) before anything of it is parsed.
 
-    def __init__(self, app: Any, keys: Keys, max_body_bytes: int) -> None:
-        self._app, self._keys, self._most = app, keys, max_body_bytes
+    Args:
+        told: called with the status of each refusal that the app does not see.
+    """
+
+    def __init__(self, app: Any, keys: Keys, max_body_bytes: int, told: Callable[[int], None]) -> None:
+        self._app, self._keys, self._most, self._told = app, keys, max_body_bytes, told
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -33,11 +37,13 @@ class Gate:
             client = self._keys.client(headers.get(b"authorization"))
             if client is None:
                 error = ApiError(401, "No valid API key. Send it as 'Authorization: Bearer <key>'.", "invalid_api_key")
+                self._told(error.status)
                 await error.response()(scope, receive, send)
                 return
             scope.setdefault("state", {})["client"] = client
         length = headers.get(b"content-length", b"")
         if length.isdigit() and int(length) > self._most:
+            self._told(413)
             await self._too_large().response({"Connection": "close"})(scope, receive, send)
             return
         seen = 0

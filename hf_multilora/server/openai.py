@@ -53,12 +53,12 @@ def router(answers: Answers, created: int) -> APIRouter:
     routes, settings = APIRouter(prefix="/v1"), answers.settings
 
     @routes.get("/models", response_model=ModelList)
-    async def models() -> ModelList:
+    def models() -> ModelList:  # in a thread, as the next: a load may hold the locks for a while
         """The base model, and each adapter that can be named."""
         return ModelList(data=[_card(answers, None, created), *(_card(answers, n, created) for n in _names(answers))])
 
     @routes.get("/models/{name:path}", response_model=ModelCard)
-    async def model(name: str) -> ModelCard:
+    def model(name: str) -> ModelCard:
         if name == answers.resolver.base:
             return _card(answers, None, created)
         if name not in _names(answers):

@@ -99,7 +99,7 @@ class Resolver:
         if name in (self.base, "__base__"):
             raise ApiError(400, f"lora_name={name!r} is the base model's name.", "invalid_name", "lora_name")
         if replace and path is None and not self.engine.registered(name):
-            raise self.not_found(name, "lora_name")
+            raise await asyncio.to_thread(self.not_found, name, "lora_name")
 
         def work() -> Any:
             handle = self.engine.multilora

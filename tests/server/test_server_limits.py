@@ -17,6 +17,17 @@ TEXT = "/v1/completions"
 PROMPT = {"model": "a", "prompt": "Who?", "max_tokens": 12, "temperature": 0}
 
 
+def test_refusals_in_front_of_the_app_are_counted(serve, folder):
+    server = serve(adapters=folder, api_keys=["sesame"], max_body_bytes=1000)
+    key = {"Authorization": "Bearer sesame"}
+    assert server.post("/v1/completions", {"model": "a", "prompt": "x"}).status_code == 401
+    long = {"model": "a", "prompt": "x" * 2000}
+    assert server.post("/v1/completions", long, headers=key).status_code == 413
+    text = server.get("/metrics").text
+    for status in (401, 413):
+        assert f'hf_multilora_refused_total{{status="{status}"}} 1.0' in text
+
+
 def test_keys(serve, folder):
     server = serve(adapters=folder, api_keys=["sesame", "open-up"], allow_runtime_updates=True)
     for key in ("sesame", "open-up"):
