@@ -213,6 +213,29 @@ def test_a_cache_that_was_emptied_belongs_to_nobody(model: PreTrainedModel) -> N
     assert_goes_on(model, cache, "r3")
 
 
+def test_a_cache_that_was_emptied_may_become_the_bases(model: PreTrainedModel) -> None:
+    cache = StaticCache(model.config, max_cache_len=32)
+    with torch.no_grad():
+        model(tokens()[:, :-1], **{CACHE: cache}, adapter_ids="r8")
+        cache.reset()
+        model(tokens()[:, :-1], **{CACHE: cache})
+    with pytest.raises(CacheMismatchError):
+        go_on(model, cache, "r8")
+    assert_goes_on(model, cache, None)
+
+
+def test_caches_in_tuples_have_their_tags(model: PreTrainedModel) -> None:
+    given = {"use_cache": True, "return_dict": False}
+    with torch.no_grad():
+        outputs = {ids: model(tokens()[:, :-1], adapter_ids=ids, **given) for ids in ("r8", None)}
+    assert all(isinstance(output, tuple) and len(output) == 2 for output in outputs.values())
+    for ids, other in (("r8", None), ("r8", "r3"), (None, "r8")):
+        with pytest.raises(CacheMismatchError):
+            go_on(model, outputs[ids][1], other)
+    for ids, output in outputs.items():
+        assert_goes_on(model, output[1], ids)
+
+
 def test_a_cache_of_the_bare_model_is_the_bases(model: PreTrainedModel) -> None:
     with torch.no_grad():
         cache = getattr(FAMILIES["llama"].build()(tokens()[:, :-1], use_cache=True), CACHE)

@@ -141,10 +141,10 @@ def check_cache(cache: Any, rows: Sequence[Hashable | None], owner: object) -> N
 
 
 def write_tag(cache: Any, rows: Sequence[Hashable | None], owner: object) -> None:
-    """Note on a cache that these rows have written it."""
+    """Note on a cache that these rows have written it; `owner`: the call, None for the base model alone."""
     tag = getattr(cache, "multilora_tag", None)
     if tag is not None:
-        if tag.owner is not owner:
+        if tag.owner is not owner or owner is None:
             cache.multilora_tag = KVTag(rows, owner)
         return
     if not any(row is not None for row in rows) or not isinstance(cache, (Cache, EncoderDecoderCache)):

@@ -398,6 +398,9 @@ class Calls:
         if cache is None:
             cache = next((a for a in args if isinstance(a, (Cache, EncoderDecoderCache))), None)
         rows = batch_rows(args, kwargs)
+        tupled = kwargs.get("return_dict") is False
+        if tupled:  # what is looked at afterwards is known by its names
+            kwargs = {**kwargs, "return_dict": True}
         if call is not None:
             call.check_rows(rows)
         if self.vocabulary is not None and (call is None or not call.prompt_seen):
@@ -422,7 +425,9 @@ class Calls:
                 cache = cache if cache is not None else find_cache({}, output)
                 if cache is not None:
                     write_tag(cache, call.tags(rows), call.token)
-            return output
+            elif getattr(cache, "multilora_tag", None) is not None:
+                write_tag(cache, (None,) * (rows or len(cache.multilora_tag.rows)), None)
+            return output.to_tuple() if tupled and hasattr(output, "to_tuple") else output
 
     def _invoked(
         self, call: Call, args: Sequence[Any], kwargs: dict[str, Any], cache: Any, past: int

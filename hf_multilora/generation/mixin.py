@@ -123,10 +123,10 @@ class MultiLoraMixin(AdapterWords):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         calls = self.multilora.calls
         with calls.stopped("moved or cast"):
+            before = self.device, self.dtype  # type: ignore[attr-defined]
             result = super()._apply(fn, recurse)  # type: ignore[misc]
-            arena = calls.store.arena
             self.multilora.follow_model()
-            if calls.store.arena is not arena:
+            if before != (self.device, self.dtype):  # type: ignore[attr-defined]
                 calls.steps.clear()
         return result
 
@@ -298,11 +298,13 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     if sum(key not in pinned for key in distinct) <= slots:
         with calls.open(ids, rows):
             return fn(*args, **kwargs)
-    refuse_waves(len(distinct), slots, kwargs, model.generation_config)
+    enough = len(pinned.union(distinct))
+    returns_dict = bool(_asked(model, kwargs, "return_dict_in_generate"))
+    refuse_waves(len(distinct), slots, enough, kwargs, returns_dict)
     calls.ensure(distinct)  # an unknown name must not come up when half of the batch is done
 
     waves = plan_waves(keys, slots, pinned)
-    calls.store.asked(len(pinned.union(distinct)), len(waves))
+    calls.store.asked(enough, len(waves))
     with Following(calls.store, keys, waves) as following:
 
         def one_wave(part: list[int], part_args: tuple[Any, ...], part_kwargs: dict[str, Any]) -> torch.Tensor:
@@ -316,8 +318,7 @@ def _generate(model: Any, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _check_assistant(model: Any, kwargs: dict[str, Any]) -> None:
     """Sampling compares the assistant's probabilities with the model's, column by column."""
     assistant, extra = kwargs.get("assistant_model"), model.multilora.config.extra_vocab_size
-    config = kwargs.get("generation_config") or model.generation_config
-    sampled = kwargs["do_sample"] if kwargs.get("do_sample") is not None else config.do_sample
+    sampled = _asked(model, kwargs, "do_sample")
     theirs = assistant.multilora.config.extra_vocab_size if isinstance(assistant, MultiLoraMixin) else 0
     if assistant is not None and assistant is not model and sampled and theirs != extra:
         raise RoutingError(
@@ -328,6 +329,10 @@ def _check_assistant(model: Any, kwargs: dict[str, Any]) -> None:
 
 def _with_assistant(model: Any, fn: Any, args: Any, kwargs: dict[str, Any], ids: Any, assistant_ids: Any) -> Any:
     assistant = kwargs.get("assistant_model")
+    if assistant is model:
+        raise RoutingError(
+            "assistant_adapter_ids are for another model: this one drafts for itself, under its adapter_ids."
+        )
     if not isinstance(assistant, MultiLoraMixin):
         raise RoutingError(
             "assistant_adapter_ids needs an assistant_model that is enabled too: enable_multilora(assistant_model)."
@@ -338,13 +343,17 @@ def _with_assistant(model: Any, fn: Any, args: Any, kwargs: dict[str, Any], ids:
 
 def _pad(model: Any, kwargs: dict[str, Any]) -> int:
     """The id that generate() itself pads finished rows with."""
-    config = kwargs.get("generation_config") or model.generation_config
-    for source in (kwargs.get("pad_token_id"), config.pad_token_id, model.generation_config.pad_token_id):
-        if source is not None:
-            return int(source)
-    eos = kwargs.get("eos_token_id", config.eos_token_id)
-    eos = eos[0] if isinstance(eos, (list, tuple)) else eos
-    return 0 if eos is None else int(eos)
+    pad, eos = (_asked(model, kwargs, name) for name in ("pad_token_id", "eos_token_id"))
+    found = eos if pad is None else pad
+    found = found[0] if isinstance(found, (list, tuple)) else found
+    return 0 if found is None else int(found)
+
+
+def _asked(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """What generate() takes for an option: the argument, else that of the config passed in, else of the model's."""
+    configs = [kwargs.get("generation_config"), model.generation_config]
+    given = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+    return next((value for value in given if value is not None), None)
 
 
 def swap_class(model: PreTrainedModel) -> type[PreTrainedModel]:

@@ -47,15 +47,15 @@ def plan_waves(keys: Sequence[Key | None], slots: int, resident: Collection[str]
     return waves
 
 
-def refuse_waves(count: int, slots: int, kwargs: dict[str, Any], config: Any) -> None:
+def refuse_waves(count: int, slots: int, enough: int, kwargs: dict[str, Any], returns_dict: bool) -> None:
     """Raise where a batch of `count` adapters cannot run in waves.
 
+    Args:
+        enough: the `max_loras` with which it would need none.
+
     Raises:
-        SlotError: naming the reason and the `max_loras` that would do.
+        SlotError: naming the reason and that number.
     """
-    returns_dict = kwargs.get("return_dict_in_generate")
-    if returns_dict is None:
-        returns_dict = getattr(kwargs.get("generation_config") or config, "return_dict_in_generate", False)
     foreign = [
         name
         for name, value in kwargs.items()
@@ -67,7 +67,7 @@ def refuse_waves(count: int, slots: int, kwargs: dict[str, Any], config: Any) ->
             kwargs.get(n) is not None for n in ("cache", "past_key_values", "cache_params")
         ),
         "a streamer wants its tokens in step": kwargs.get("streamer") is not None,
-        "return_dict_in_generate asks for scores and caches of one batch": bool(returns_dict),
+        "return_dict_in_generate asks for scores and caches of one batch": returns_dict,
         "prefix_allowed_tokens_fn is told row numbers": kwargs.get("prefix_allowed_tokens_fn") is not None,
         "encoder_outputs were passed in": kwargs.get("encoder_outputs") is not None,
         f"{', '.join(foreign)} cannot be split by rows": bool(foreign),
@@ -76,7 +76,7 @@ def refuse_waves(count: int, slots: int, kwargs: dict[str, Any], config: Any) ->
         if applies:
             raise SlotError(
                 f"The batch names {count} adapters, {slots} slots are free for them, and it cannot run in waves: "
-                f"{reason}. Enable the model with max_loras={count} or more, or name fewer adapters in one batch."
+                f"{reason}. Enable the model with max_loras={enough} or more, or name fewer adapters in one batch."
             )
 
 
