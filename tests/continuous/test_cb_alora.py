@@ -86,6 +86,15 @@ def test_what_it_read_before_its_invocation_is_the_base_s(ask: Asking) -> None:
     assert ask("plain", INVOKED) == 24
 
 
+def test_a_second_invocation_in_the_same_page(ask: Asking) -> None:
+    """The same tokens, of which other ones are the adapter's: the last invocation counts."""
+    page = [*bed.INVOCATION, bed.INVOCATION[0]]
+    first, second = HEAD[:PAGE] + page + TAIL, HEAD[:PAGE] + page + bed.INVOCATION[1:] + TAIL
+    assert ask("alora", first) == 0
+    assert ask("alora", second) == PAGE
+    assert ask("alora", second) == 3 * PAGE and ask("alora", first) == 3 * PAGE
+
+
 def test_without_an_invocation_all_of_it_is_the_base_s(ask: Asking) -> None:
     assert ask(None, HEAD) == 0
     assert ask("alora", HEAD) == 16

@@ -22,6 +22,8 @@ from continuous.cb_bed import (
 )
 from continuous.cb_run import Results, running, several, wait_until
 
+from hf_multilora.errors import ConfigError
+
 pytestmark = pytest.mark.timeout(120)
 
 NAMES = {f"a{i}": i for i in range(8)}
@@ -228,7 +230,12 @@ def test_a_kept_manager() -> None:
     for turn in turned:
         sources = [9 if source == 1 else source for source in turn(SOURCES)]
         assert_all(batch(model, INPUTS, adapter_ids=turn(IDS), persistent_manager=True), sources)
+    for asked in ({"fairness": "tokens"}, {"patience": 5}):
+        with pytest.raises(ConfigError, match="destroy_cached_continuous_batching_manager"):
+            batch(model, INPUTS, adapter_ids=IDS, **asked)
+    assert_all(batch(model, INPUTS, adapter_ids=IDS, fairness="arrival", persistent_manager=True), [*sources])
     model.destroy_cached_continuous_batching_manager()
+    batch(model, INPUTS[:1], adapter_ids=IDS[:1], fairness="tokens")
 
 
 def test_generate_beside_a_running_manager(model: Any) -> None:

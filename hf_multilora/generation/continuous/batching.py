@@ -302,7 +302,8 @@ class Batching:
         carrier = carrier_of(state)
         if carrier is None or carrier.seat is None or carrier.start is None:
             return tokens
-        return Seeded(tokens, carrier.seat.identity, carrier.start)
+        # Where it is invoked is a part of it: two invocations may begin in one block of the same tokens.
+        return Seeded(tokens, (*carrier.seat.identity, carrier.start), carrier.start)
 
     def status(self) -> BatchingStatus:
         traffic = self.traffic

@@ -220,6 +220,17 @@ def check_options(fairness: str, patience: int) -> None:
         raise ConfigError(f"patience={patience!r}: expected the number of requests, at least 1.")
 
 
+def check_kept(manager: LoraBatching, fairness: str | None, patience: int | None) -> None:
+    """Raises: ConfigError where a manager that is kept for the next call has other options than are asked for."""
+    kept = dict(zip(("fairness", "patience"), manager._options, strict=False))
+    for name, value in (("fairness", fairness), ("patience", patience)):
+        if value is not None and value != kept[name]:
+            raise ConfigError(
+                f"{name}={value!r}: the model keeps a manager of continuous batching with {name}={kept[name]!r}. Call "
+                "model.destroy_cached_continuous_batching_manager() first, or leave the option out."
+            )
+
+
 def with_keys(default: Key | None, inputs: Sequence[Sequence[int]], ids: Any) -> list[Prompt]:
     """Prompts with their keys. Raises: RoutingError where ids do not fit them."""
     if ids is None and inputs and all(isinstance(prompt, Prompt) for prompt in inputs):

@@ -13,10 +13,10 @@ from ...errors import ModelError, RoutingError
 from ...parallel import alike
 from ..ids import one_of
 from .forwards import check_config
-from .manager import PATIENCE, LoraBatching, check_options, with_keys
+from .manager import PATIENCE, LoraBatching, check_kept, check_options, with_keys
 
 # transformers' functions call each other without these.
-_options: ContextVar[tuple[str, int]] = ContextVar("hf_multilora_batching_options", default=("arrival", PATIENCE))
+_options: ContextVar[tuple[str | None, int | None]] = ContextVar("hf_multilora_batching_options", default=(None, None))
 
 
 class ContinuousBatchingMixin:
@@ -45,8 +45,8 @@ class ContinuousBatchingMixin:
                 "Continuous batching cannot take its ids from a `use` block: pass adapter_ids to generate_batch, or "
                 "adapter_id to add_request."
             )
-        around = _options.get()
-        options = (around[0] if fairness is None else fairness, around[1] if patience is None else patience)
+        asked = _asked(fairness, patience)
+        options = ("arrival" if asked[0] is None else asked[0], PATIENCE if asked[1] is None else asked[1])
         check_options(*options)
         if calls.store.spread:
             devices = ", ".join(str(arena.device) for arena in calls.store.arenas)
@@ -63,7 +63,9 @@ class ContinuousBatchingMixin:
         config = _config_of(args, kwargs)
         check_config(config)
         manager = super().init_continuous_batching(*args, **kwargs)  # type: ignore[misc]
-        if not isinstance(manager, LoraBatching):
+        if isinstance(manager, LoraBatching):
+            check_kept(manager, *asked)
+        else:
             try:
                 LoraBatching.adopt(manager, self.multilora, *options, graphs_asked=_graphs_asked(config))
             except BaseException:
@@ -143,10 +145,15 @@ def _graphs_asked(config: ContinuousBatchingConfig | None) -> bool:
     return config.use_cuda_graph is not None or any(sizes) or bool(config.use_async_batching)
 
 
+def _asked(fairness: str | None, patience: int | None) -> tuple[str | None, int | None]:
+    """The options given here, else those given around; None: nowhere."""
+    around = _options.get()
+    return around[0] if fairness is None else fairness, around[1] if patience is None else patience
+
+
 @contextmanager
 def _chosen(fairness: str | None, patience: int | None) -> Iterator[None]:
-    around = _options.get()
-    token = _options.set((around[0] if fairness is None else fairness, around[1] if patience is None else patience))
+    token = _options.set(_asked(fairness, patience))
     try:
         yield
     finally:

@@ -233,12 +233,12 @@ def _ios(own: Any) -> Any:
     return InputsOutputs
 
 
-_NOT_FINITE = "Adapter {}: the values that it computes for this request are not finite (NaN or infinite)."
+_NOT_FINITE = "{}: the values that it computes for this request are not finite (NaN or infinite)."
 
 
 def _name(state: Any) -> str:
     carrier = carrier_of(state)
-    return repr(None if carrier is None else carrier.key)
+    return "The base model" if carrier is None or carrier.key is None else f"Adapter {carrier.key!r}"
 
 
 @functools.cache
