@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(no_args_is_help=False, rich_markup_mode="rich", help="Measure what adapters cost on this machine.")
-_notes = Console(stderr=True, highlight=False)  # progress; stdout carries the result alone
-_out = Console(highlight=False)
+from ..options import Json
+from ..terminal import notes, show_result
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+app = typer.Typer(no_args_is_help=False, rich_markup_mode="rich", help="Measure what adapters cost on this machine.")
+
 Out = Annotated[Path | None, typer.Option(help="Folder of the result files.", show_default=False)]
 Seconds = Annotated[float, typer.Option(min=0, help="Time to search for.")]
 Table_ = Annotated[Path, typer.Option("--table", help="The tuning table to write.")]
@@ -62,14 +60,13 @@ def generate(
     from ..errors import ConfigError
     from .generate import PARTS, run
     from .models import Settings
-    from .results import Results, default_folder
+    from .results import DEVICES, Results, default_folder
     from .workload import DTYPES, SHAPES
 
-    cuda = torch.cuda.is_available()
-    device = device or ("cuda" if cuda else "cpu")
-    shape = shape or ("8B" if device.startswith("cuda") else "tiny")
-    dtype = dtype or ("bf16" if device.startswith("cuda") else "fp32")
-    for name, value, known in (("--shape", shape, SHAPES), ("--dtype", dtype, DTYPES)):
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    shape = shape or ("8B" if device == "cuda" else "tiny")
+    dtype = dtype or ("bf16" if device == "cuda" else "fp32")
+    for name, value, known in (("--device", device, DEVICES), ("--shape", shape, SHAPES), ("--dtype", dtype, DTYPES)):
         if value not in known:
             raise ConfigError(f"{name} {value}: expected one of {', '.join(known)}.")
     chosen = [part.strip() for part in parts.split(",")]
@@ -144,10 +141,10 @@ def _tune(seconds: float, table: Path, as_json: bool) -> None:
 
     found = search(seconds, table, say=_say)
     if as_json:
-        print(json.dumps(found, indent=2))
+        show_result(found)
         return
-    _out.print(f"{len(found['rows'])} shapes, {gain(found):.3f} x of the untuned time (geometric mean).")
-    _out.print(f"export {TABLE_ENV}={table.resolve()}", soft_wrap=True)
+    show_result(f"{len(found['rows'])} shapes, {gain(found):.3f} x of the untuned time (geometric mean).")
+    show_result(f"export {TABLE_ENV}={table.resolve()}")
 
 
 def _numbers(option: str, text: str, least: int = 0) -> list[int]:
@@ -163,15 +160,15 @@ def _numbers(option: str, text: str, least: int = 0) -> list[int]:
 
 
 def _say(line: str) -> None:
-    _notes.print(line, markup=False, soft_wrap=True)
+    notes.print(line, markup=False, soft_wrap=True)
 
 
 def _finish(results: Any, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(results.summary(), indent=2, ensure_ascii=False))
+        show_result(results.summary())
     else:
-        _out.print(render(results))
-        _out.print(f"Written to {results.path}", soft_wrap=True, markup=False)
+        show_result(render(results))
+        show_result(f"Written to {results.path}")
     if results.failed:
         raise typer.Exit(1)
 

@@ -18,9 +18,8 @@ import torch
 
 from .measure import Counter, alternate, busy_ms, median_ratio, milliseconds
 from .models import Models, ids, sparse_ids
-from .workload import prompts
+from .workload import BARE, prompts
 
-BARE = "bare model"
 PROMPT_TOKENS = 32
 BUSY_STEPS = 6  # that the profiler looks at
 READY_GOAL_S = 3.0

@@ -23,7 +23,7 @@ from .correctness import check
 from .decode import reset_compiler, run_decode
 from .measure import Counter
 from .mixes import run_mixes
-from .models import Models, Settings, has_decode_graphs
+from .models import Models, Settings
 from .peft_side import run_peft
 from .prefill import run_prefill
 from .results import Results, arguments
@@ -35,9 +35,6 @@ def run(settings: Settings, results: Results) -> Models:
     """Run the parts that `settings` names, in the order of PARTS."""
     results.settings(**asdict(settings))
     parts = [part for part in PARTS if part in settings.parts]
-    if "graphs" in parts and not has_decode_graphs():
-        results.note("graphs: this version of hf_multilora has no decode_graphs; left out")
-        parts.remove("graphs")
     if "check" in parts:
         check(results, settings, rows=min(32, max(8, *settings.batch)))
         if settings.cuda:

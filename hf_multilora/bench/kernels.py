@@ -243,7 +243,7 @@ def run(
     """The table's rows for all of these, where a batch has as many rows as adapters.
 
     Args:
-        prefill: instead of decode, so many tokens, in 16 rows or as many as there are adapters.
+        prefill: instead of decode, so many tokens, in as many rows as there are adapters.
 
     Raises:
         ConfigError: there is no CUDA device.

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..api import enable_multilora
-from ..config import MultiLoraConfig
 from .measure import milliseconds
 from .results import Results
 from .workload import DTYPES, adapter_config, build_model, linear_shapes, load_model, nbytes, random_adapter, twin
@@ -59,10 +58,6 @@ class Settings:
     def slots(self) -> int:
         """`max_loras`; at least as many as any part of the run mixes, and 8 where it is not given."""
         return max(self.max_loras or 8, *self.adapters, *(self.prefill_adapters if "prefill" in self.parts else ()))
-
-
-def has_decode_graphs() -> bool:
-    return "decode_graphs" in MultiLoraConfig.__dataclass_fields__
 
 
 class Models:

@@ -11,9 +11,7 @@ import torch
 
 from .measure import alternate, median_ratio, milliseconds
 from .models import Models, ids
-from .workload import prompts
-
-BARE = "bare model"
+from .workload import BARE, prompts
 
 
 def inject(models: Models, count: int) -> Any:

@@ -11,18 +11,19 @@ import torch
 
 from .measure import alternate, busy_ms, median_ratio, milliseconds
 from .models import Models, ids
-from .workload import prompts
+from .workload import BARE, prompts
 
-BARE = "bare model"
 GOALS = {0: 1.01, 16: 1.08}
 
 
 @torch.no_grad()
 def run_prefill(models: Models, tokens: int, seconds: float) -> Callable[[], None]:
-    """`tokens` in all over `prefill_rows` rows; returns what looks at the GPU's busy time afterwards."""
+    """`tokens` in all over `prefill_rows` rows, or as many as make rows of one length; returns what looks at the GPU's
+    busy time afterwards."""
     settings = models.settings
     rows = settings.prefill_rows
     inputs = prompts(models.bare, rows, max(1, tokens // rows))
+    tokens = inputs["input_ids"].numel()
     ours = models.ours()
 
     def forward(count: int | None) -> Callable[[], Any]:

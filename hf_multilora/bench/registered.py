@@ -20,7 +20,6 @@ import torch
 from ..api import enable_multilora
 from .decode import static_options
 from .measure import alternate, median_ratio, milliseconds
-from .models import has_decode_graphs
 from .results import Results, arguments
 from .traffic import DISTINCT, ROWS, WAITING, Traffic
 from .workload import DTYPES, adapter_config, build_model, linear_shapes, prompts, twin
@@ -153,9 +152,6 @@ def main(given: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     results = Results("registered", args.out, args.device)
     results.settings(**vars(args))
-    if args.path == "graphs" and not has_decode_graphs():
-        results.fail("this version of hf_multilora has no decode_graphs")
-        return results.finish()
     base = build_model(args.shape, args.device, DTYPES[args.dtype], args.layers)
     pool = Pool(linear_shapes(base, TARGETS), max(args.registered), DTYPES[args.dtype])
     each = pool.elements * DTYPES[args.dtype].itemsize

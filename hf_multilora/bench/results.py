@@ -20,6 +20,8 @@ import torch
 
 from .workload import DTYPES, SHAPES
 
+DEVICES = ("cuda", "cpu")  # of several GPUs the first; CUDA_VISIBLE_DEVICES chooses another
+
 
 def _version(package: str) -> str | None:
     try:
@@ -49,9 +51,7 @@ def environment(device: str) -> dict[str, Any]:
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0")
-        if cuda
-        else None,
+        "driver": _nvidia_smi("driver_version") if cuda else None,
         "clocks": clocks() if cuda else None,
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
@@ -132,12 +132,11 @@ class Results:
 
     @staticmethod
     def _line(row: Mapping[str, Any]) -> str:
-        value = "-" if row["value"] is None else f"{row['value']:.4g}"
         ratio = "" if row["ratio"] is None else f"{row['ratio']:.3f}x"
         goals = [f"<= {row['goal']:g} {row['unit']}"] if row["goal"] is not None else []
         goals += [f"<= {row['ratio_goal']:g}x"] if row["ratio_goal"] is not None else []
         mark = "" if not goals else "MISSED" if row["missed"] else "ok"
-        return f"{row['what']:<52} {value:>10} {row['unit']:<8} {ratio:>8}  {', '.join(goals):<22} {mark}"
+        return f"{row['what']:<52} {row['value']:>10.4g} {row['unit']:<8} {ratio:>8}  {', '.join(goals):<22} {mark}"
 
     def summary(self) -> dict[str, Any]:
         """The run as one object, as `--json` prints it."""
@@ -162,7 +161,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     cuda = torch.cuda.is_available()
     parser.add_argument("--shape", choices=list(SHAPES), default="8B" if cuda else "tiny", help="model shape")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--device", choices=DEVICES, default="cuda" if cuda else "cpu")
     parser.add_argument(
         "--dtype", choices=list(DTYPES), default="bf16" if cuda else "fp32", help="of base and adapters"
     )

@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+BARE = "bare model"  # what results call it
+
 SHAPES: dict[str, dict[str, int]] = {
     "8B": dict(
         hidden_size=4096,

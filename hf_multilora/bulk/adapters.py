@@ -88,7 +88,7 @@ class Adapters:
 
 
 def model_version(name: str) -> str:
-    """The same of a model's folder; empty for a hub id."""
+    """A hash that changes with the files of a model's folder; empty for a hub id."""
     folder = Path(name)
     if not folder.is_dir():
         return ""

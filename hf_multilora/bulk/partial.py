@@ -60,7 +60,8 @@ class Partial:
         self._at = array("q", bytes(8 * (last + 1)))  # line -> where its answer begins; 0: there is none
         self._end = 0  # of what is whole
         self._file: BinaryIO | None = None
-        if self.path.exists():
+        self._seen = _state(self.path)
+        if self._seen is not None:
             self._read(versions, overwrite)
         if not self._end and output.exists() and not overwrite:
             raise ConfigError(f"{output} exists. Choose another --output, or --overwrite it.")
@@ -153,7 +154,18 @@ class Partial:
             )
 
     def _open(self) -> BinaryIO:
-        """The file, ready for the next answer."""
+        """The file, ready for the next answer. Raises: ConfigError where another run has it, or has changed it."""
+        if self.path.exists():
+            with self.path.open("rb") as there:
+                if not _locked(there):
+                    raise ConfigError(
+                        f"{self.path} is being written by another run of this command. Wait for its end."
+                    )
+        if _state(self.path) != self._seen:
+            raise ConfigError(
+                f"{self.path} has changed since this run began: another run of this command has written it. Begin "
+                "again, and its answers count."
+            )
         if not self._end:
             raw = _encode(self._head)
             beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
@@ -172,6 +184,15 @@ class Partial:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _state(path: Path) -> tuple[int, ...] | None:
+    """What changes with a file; None where there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _locked(file: BinaryIO) -> bool:

@@ -1,4 +1,4 @@
-"""From lines to tokens and back."""
+"""The token ids of lines' prompts."""
 
 from __future__ import annotations
 

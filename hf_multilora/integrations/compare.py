@@ -30,7 +30,8 @@ class Comparison(Shown):
     """Answers, and where references were given losses, of each checkpoint; the base model comes first where asked for.
 
     Attributes:
-        checkpoints: their names: "base", "checkpoint-10", ... ("run/checkpoint-10", where there are several runs)
+        checkpoints: their names: "base", "checkpoint-10", ...; where there are several runs, "run/checkpoint-10" or
+            the whole path.
         steps: the number in each name, 0 for the base, None where there is none.
         prompts: as text (chats as their last message).
         answers: [checkpoint][prompt].
@@ -132,8 +133,9 @@ def compare_checkpoints(
             with suppress(AdapterNotFoundError):  # where loading it has failed
                 handle.unload(name)
     names = [BASE if name is None else Path(name).name for name in ids]
-    if len(set(names)) < len(names):  # of several runs
-        names = [BASE if name is None else os.path.join(*Path(name).parts[-2:]) for name in ids]
+    for parts in (2, 0):  # of several runs: as much of each path as tells them apart
+        if len(set(names)) < len(names):
+            names = [BASE if name is None else os.path.join(*Path(name).parts[-parts:]) for name in ids]
     steps = [0 if name is None else _step(name) for name in ids]
     shown = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
     return Comparison(names, steps, shown, answers, losses)

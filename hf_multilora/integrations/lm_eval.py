@@ -89,7 +89,7 @@ class MultiLoraLM(HFLM):
             raise ConfigError(
                 f"evaluate does not take {', '.join(refused)}: the model and its batches are set already."
             )
-        loader = _Once(task_manager or TaskManager(), tasks)
+        loader = _Once(task_manager or TaskManager())
         before, results = self._asked, {}
         try:
             for name in self.adapters:
@@ -207,6 +207,8 @@ class MultiLoraLM(HFLM):
             raise ModelError(
                 f"The harness asked other {kind} requests for {self._asked!r} than for the first adapter."
             )
+        if len(self.adapters) == 1:  # nobody else will ask for the same
+            del self._ready[key]
         return found[self._asked]
 
 
@@ -231,8 +233,8 @@ class _Request:
 class _Once:
     """A TaskManager that loads its tasks (data sets among them) once for all turns."""
 
-    def __init__(self, manager: Any, tasks: Any) -> None:
-        self._manager, self._tasks, self._loaded = manager, tasks, None
+    def __init__(self, manager: Any) -> None:
+        self._manager, self._loaded = manager, None
 
     def load(self, tasks: Any) -> Any:
         if self._loaded is None:

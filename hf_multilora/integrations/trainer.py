@@ -136,5 +136,8 @@ class CompareCheckpoints(TrainerCallback):
 
 
 def _rank(peft_model: Any) -> int:
-    configs = peft_model.peft_config.values()
-    return max(max([config.r, *(config.rank_pattern or {}).values()]) for config in configs)
+    """The largest; 1 where there is none, for what has no ranks is refused by name later."""
+    found = [1]
+    for config in peft_model.peft_config.values():
+        found += [getattr(config, "r", None) or 1, *(getattr(config, "rank_pattern", None) or {}).values()]
+    return max(found)

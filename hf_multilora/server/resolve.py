@@ -159,8 +159,8 @@ class Resolver:
         self.engine.multilora.load(self._limits.check(self._find(name)), name, **self._options())
 
     def _make_room(self) -> None:
-        """Beyond the limit of adapters that were asked for, those asked for longest ago go; not such as requests run or
-        wait with. Pinned ones do not count."""
+        """Beyond the limit of adapters that were asked for, those asked for longest ago go; not such as requests run
+        or wait with. Pinned ones do not count."""
         if len(self._asked) <= self.settings.max_on_demand:
             return
         pinned = set(self.engine.multilora.store.pinned())

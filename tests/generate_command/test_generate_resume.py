@@ -255,25 +255,30 @@ def test_killed(source, partial, adapters, tmp_path, model, generate):
 
 
 def test_two_runs_at_once(tmp_path):
-    """One of them, with its own answers: whatever the other has written counts for nothing."""
+    """The first to answer goes on, and what it has answered is not lost to one that looked before."""
 
-    def made() -> Partial:
-        return Partial(output, {}, {}, {""}, 3, False)
+    def made(overwrite: bool = False) -> Partial:
+        return Partial(output, {}, {}, {""}, 3, overwrite)
 
     def answer_of(line: int) -> dict[str, str]:
         return {"text": f"to {line}"}
 
     output, lines = tmp_path / "out.jsonl", [Line(number, {"prompt": "?"}) for number in (1, 2, 3)]
-    one, other = made(), made()  # neither finds anything
-    for line in (1, 2, 3):
-        one.add(line, "", answer_of(line))
-        other.add(4 - line, "", answer_of(4 - line))
-    third = made()
-    with pytest.raises(ConfigError, match="another run"):
-        third.add(1, "", answer_of(1))
-    for partial in (one, other):
-        assert partial.finish(lines) == []
-        assert [line["text"] for line in read_lines(output)] == ["to 1", "to 2", "to 3"]
+    one, other, late = made(), made(), made(True)  # none finds anything
+    one.add(1, "", answer_of(1))
+    for another in (other, late, made(), made(True)):
+        with pytest.raises(ConfigError, match="being written by another run"):
+            another.add(1, "", answer_of(1))
+    with one:
+        one.add(2, "", answer_of(2))
+    for another in (other, late):  # it was interrupted
+        with pytest.raises(ConfigError, match="has changed since"):
+            another.add(1, "", answer_of(1))
+    again = made()
+    assert again.kept == 2
+    again.add(3, "", answer_of(3))
+    assert again.finish(lines) == []
+    assert [line["text"] for line in read_lines(output)] == ["to 1", "to 2", "to 3"]
     output.unlink()
     torn = made()
     for line in (1, 2, 3):
