@@ -70,6 +70,22 @@ class Comparison(Shown):
         return [Table(self._title(), ("prompt", *self.checkpoints), rows)]
 
 
+def _names(ids: Sequence[str | None]) -> list[str]:
+    """As much of each path's end as tells them apart.
+
+    Example:
+        >>> _names([None, "a/run/checkpoint-1", "a/run/checkpoint-2"])
+        ['base', 'checkpoint-1', 'checkpoint-2']
+        >>> _names(["a/run/checkpoint-1", "b/run/checkpoint-1"])
+        ['a/run/checkpoint-1', 'b/run/checkpoint-1']
+    """
+    for parts in (1, 2, 0):
+        names = [BASE if name is None else os.path.join(*Path(name).parts[-parts:]) for name in ids]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
 def run_checkpoints(run: str | os.PathLike[str]) -> dict[int, Path]:
     """The `checkpoint-STEP` folders of a Trainer's output folder by their steps, the smallest first.
 
@@ -132,10 +148,7 @@ def compare_checkpoints(
         for name in mine:
             with suppress(AdapterNotFoundError):  # where loading it has failed
                 handle.unload(name)
-    names = [BASE if name is None else Path(name).name for name in ids]
-    for parts in (2, 0):  # of several runs: as much of each path as tells them apart
-        if len(set(names)) < len(names):
-            names = [BASE if name is None else os.path.join(*Path(name).parts[-parts:]) for name in ids]
+    names = _names(ids)
     steps = [0 if name is None else _step(name) for name in ids]
     shown = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in prompts]
     return Comparison(names, steps, shown, answers, losses)

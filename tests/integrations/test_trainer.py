@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from tiny_files import build, tokenizer
 from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from hf_multilora import enable_multilora
-from hf_multilora.errors import ConfigError, ModelError
+from hf_multilora.errors import ConfigError, ModelError, MultiLoraError
 from hf_multilora.integrations.compare import compare_checkpoints, run_checkpoints
 from hf_multilora.integrations.trainer import CompareCheckpoints
 
@@ -129,6 +129,9 @@ def test_what_cannot_be_lent_is_said_when_training_begins(tok: Any, tmp_path: Pa
         train(tok, tmp_path, CompareCheckpoints(PROMPTS), model=build())
     with pytest.raises(ConfigError, match="not enabled"):
         train(tok, tmp_path, CompareCheckpoints(PROMPTS, model=build()))
+    other = get_peft_model(build(), IA3Config(target_modules=["k_proj"], feedforward_modules=[]))
+    with pytest.raises(MultiLoraError, match="IA3"):
+        train(tok, tmp_path, CompareCheckpoints(PROMPTS), model=other)
     with pytest.raises(ConfigError, match="'end' or 'save'"):
         CompareCheckpoints(PROMPTS, when="sometimes")
     assert not list(tmp_path.glob("checkpoint-*"))
