@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -461,34 +461,18 @@ class Calls:
     @contextmanager
     def _published(self, call: Call | None, state: RowState | None, tokens: int = 0) -> Iterator[None]:
         """A state in force, for one forward; the caller holds the lock."""
+        self._check_mode(state)
         if state is not None:
-            if self._training():
-                raise ModelError(
-                    "The model is in training mode; adapters serve inference only. Call model.eval() first."
-                )
             assert call is not None
             self.order_streams()
             if self._stream is not None:
                 state.follow(self._stream)
             if call.lease is not None:
                 call.lease.wait(self._stream)
-        runner, self._runner = self._runner, threading.get_ident()
-        before = self.routing.tokens
-        self._running.append(state)
-        try:
-            self.routing.publish(state, tokens)
-            self._trace()
-            # Adapters carry no gradient: outputs that claimed one would be missing the adapters' part of it.
-            if state is not None and torch.is_grad_enabled():
-                with torch.no_grad():
-                    yield
-            else:
-                yield
-        finally:
-            self._running.pop()
-            self._runner = runner
-            self.routing.publish(self._running[-1] if self._running else self._idle, before)
-            self._trace()
+        # Adapters carry no gradient: outputs that claimed one would be missing the adapters' part of it.
+        without = torch.no_grad() if state is not None and torch.is_grad_enabled() else nullcontext()
+        with self._in_force(state, tokens), without:
+            yield
 
     @contextmanager
     def packed(self, state: RowState | None, leases: Iterable[Lease], overlap: bool) -> Iterator[None]:
@@ -499,26 +483,35 @@ class Calls:
         """
         with self.lock:
             self.order_streams()
-            if state is not None and self._training():
-                raise ModelError(
-                    "The model is in training mode; adapters serve inference only. Call model.eval() first."
-                )
+            self._check_mode(state)
             for lease in leases:
                 lease.wait(self._stream)
-            runner, self._runner = self._runner, threading.get_ident()
-            before = self.routing.tokens
-            self._running.append(state)
-            try:
-                self.routing.publish(state, 1)
+            with self._in_force(state, 1):
                 self.routing.overlap = overlap
-                self._trace()
-                yield
-            finally:
-                self.routing.overlap = False
-                self._running.pop()
-                self._runner = runner
-                self.routing.publish(self._running[-1] if self._running else self._idle, before)
-                self._trace()
+                try:
+                    yield
+                finally:
+                    self.routing.overlap = False
+
+    def _check_mode(self, state: RowState | None) -> None:
+        if state is not None and self._training():
+            raise ModelError("The model is in training mode; adapters serve inference only. Call model.eval() first.")
+
+    @contextmanager
+    def _in_force(self, state: RowState | None, tokens: int) -> Iterator[None]:
+        """What wrappers of this thread see, and then what they saw before."""
+        runner, self._runner = self._runner, threading.get_ident()
+        before = self.routing.tokens
+        self._running.append(state)
+        try:
+            self.routing.publish(state, tokens)
+            self._trace()
+            yield
+        finally:
+            self._running.pop()
+            self._runner = runner
+            self.routing.publish(self._running[-1] if self._running else self._idle, before)
+            self._trace()
 
     def order_streams(self) -> None:
         """Forwards on different streams share the kernels' workspace: the later one waits for the earlier."""
