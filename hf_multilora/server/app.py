@@ -67,8 +67,8 @@ def create_app(engine: Engine, settings: Settings | None = None) -> FastAPI:
     app.include_router(page.router())
     _add_health(app, answers)
     _add_errors(app, metrics)
-    limits = {"max_body_bytes": settings.max_body_bytes, "told": metrics.refused}
-    app.add_middleware(Gate, keys=Keys(settings.api_keys), **limits)
+    keys, told = Keys(settings.api_keys), metrics.refused
+    app.add_middleware(Gate, keys=keys, max_body_bytes=settings.max_body_bytes, told=told)
     return app
 
 

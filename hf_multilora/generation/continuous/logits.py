@@ -7,7 +7,6 @@ class that asks for more lines than its processors need, and writes the slots of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,14 +16,9 @@ from .batching import Batching
 from .forwards import Forwards
 from .requests import KEYWORD, Carrier, carrier_of
 from .sampling import ALL, TopK, needs_of
+from .steer import steer
 
 _ALL = 2**31 - 1
-
-
-def steer(thing: Any, make: Callable[[Any], Any], **attributes: Any) -> None:
-    """Give an object a class that derives from its own."""
-    thing.__dict__.update(attributes)
-    thing.__class__ = make(type(thing))
 
 
 def steer_processors(processors: Any, batching: Batching, forwards: Forwards, columns: int) -> None:

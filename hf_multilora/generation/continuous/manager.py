@@ -14,10 +14,11 @@ from ..ids import Key, one_of, to_key, to_keys
 from .admission import FAIRNESS
 from .batching import Batching
 from .forwards import Forwards, check_config
-from .logits import steer, steer_processors
+from .logits import steer_processors
 from .outputs import held_back
 from .ranks import Ranks, with_ranks
 from .requests import KEYWORD, Prompt
+from .steer import steer
 from .steering import steer_processor
 
 PATIENCE = 64

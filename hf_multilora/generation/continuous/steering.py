@@ -18,9 +18,9 @@ from ...errors import UnsupportedAdapterError
 from ..capture import no_collection, recover
 from .batching import Batching
 from .forwards import Forwards
-from .logits import steer
 from .requests import carrier_of
 from .sampling import ALL
+from .steer import steer
 
 
 def steer_processor(processor: Any, batching: Batching, forwards: Forwards) -> None:
