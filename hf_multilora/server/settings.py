@@ -31,7 +31,7 @@ class Settings:
         max_queue: answers in work or waiting; a request that would go beyond is refused with 503.
         max_adapters_per_client: distinct adapters that one API key may name within `client_window_s` seconds.
         max_on_demand: adapters that are kept registered because somebody asked for them; beyond it, the one that was
-            asked for longest ago is unloaded.
+            asked for longest ago is unloaded, unless requests use it. Pinned ones do not count.
         max_adapter_bytes: of an adapter's weight files.
         max_metric_adapters: adapters with a label of their own in /metrics; the others share "other".
         request_timeout_s, load_timeout_s, send_timeout_s: seconds for an answer, for loading an adapter, and for a
