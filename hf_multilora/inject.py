@@ -19,11 +19,11 @@ from .routing import Routing
 from .survey import Found, walk
 
 
-def saved_layer(model: nn.Module, path: str) -> Found:
-    """A module that an adapter saves whole, with every place it has."""
+def saved_layer(model: nn.Module, path: str, scattered: str) -> Found:
+    """A module that an adapter saves whole, with every place it has; `scattered` as of `Found`."""
     module = model.get_submodule(path)
     places = [(parent, name) for _, parent, name, child in walk(model) if child is module]
-    return Found(module, SavedLayer, (), places)
+    return Found(module, SavedLayer, (), places, scattered)
 
 
 def decompress(model: nn.Module) -> None:
