@@ -140,11 +140,18 @@ class MultiLora:
         )
         return self._register(name, read, reload, isinstance(source, Mapping))
 
-    def _register(self, name: str, read: Callable[[], Loaded], reload: bool, in_memory: bool) -> LoadReport:
+    def _register(
+        self,
+        name: str,
+        read: Callable[[], Loaded],
+        reload: bool,
+        in_memory: bool,
+        again: Callable[[], Loaded] | None = None,
+    ) -> LoadReport:
         if not isinstance(name, str) or not name or name == BASE:
             raise ConfigError(f"{name!r} cannot name an adapter: expected a non-empty string other than {BASE!r}.")
         with alike(self.calls.agreement, "the adapters to load") as facts:
-            entry = self.store.register(name, read, reload=reload, evictable=not in_memory)
+            entry = self.store.register(name, read, reload=reload, evictable=not in_memory, again=again)
             packed, about = entry.packed, entry.version.loaded
             ranks = {site: rank for site, rank in packed.ranks.items() if rank} if packed is not None else {}
             facts += [name, entry.tag, about.fingerprint, ranks]
@@ -172,7 +179,7 @@ class MultiLora:
         remote = any(not isinstance(source, Mapping) and not Path(source).exists() for source in sources.values())
         with closing(read_ahead(reads, remote=remote)) as ahead:
             for name, read in logging.tqdm(ahead, desc="Loading adapters", unit="adapter", total=len(reads)):
-                reports[name] = self._register(name, read, reload, isinstance(sources[name], Mapping))
+                reports[name] = self._register(name, read, reload, isinstance(sources[name], Mapping), reads[name])
         return reports
 
     def reload(self, name: str, source: Any = None, **options: Any) -> LoadReport:
