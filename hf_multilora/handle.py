@@ -183,9 +183,18 @@ class MultiLora:
         return reports
 
     def reload(self, name: str, source: Any = None, **options: Any) -> LoadReport:
-        """Read an adapter again, from `source` or from where it came; see `load`."""
+        """Read an adapter again, from `source` with the options of `load`, or from where it came as it was loaded.
+
+        Raises:
+            ConfigError: options and no source.
+        """
         if source is not None:
             return self.load(source, name, reload=True, **options)
+        if options:
+            raise ConfigError(
+                f"reload({name!r}) with {', '.join(options)} and no source: without one an adapter is read again as "
+                "it was loaded. Pass the source, too."
+            )
         self.calls.check_quiet("an adapter is loaded")
         version = self.store.entry(name).version
         return self._register(name, version.load, True, not version.evictable)

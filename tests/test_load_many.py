@@ -104,6 +104,17 @@ def test_wrong_names_and_options(model: Any) -> None:
         model.multilora.load_many({"b": adapters()["r3"]}, nosuch=1)
 
 
+def test_reload_with_options_that_nobody_would_read(model: Any) -> None:
+    before = model.multilora.load(adapters()["r8"], "a").generation
+    for options in ({"revision": "main"}, {"strict_bass": True}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} and no source"):
+            model.multilora.reload("a", **options)
+    assert model.multilora.adapters["a"].generation == before
+    assert model.multilora.reload("a", adapters()["r3"], strict_base=False).rank == 3
+    with pytest.raises(TypeError, match="strict_bass"):
+        model.multilora.reload("a", adapters()["r3"], strict_bass=True)
+
+
 def test_tensors_and_dropped_ones_are_read_again() -> None:
     model = enable_multilora(FAMILIES["llama"].build(), max_lora_rank=64, max_loras=1, max_cpu_loras=2)
     tensors = load_file(adapters()["r8"] / "adapter_model.safetensors")
