@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -392,14 +392,10 @@ class MultiLora:
     def detach(self) -> None:
         """Undo everything (see `disable_multilora`)."""
         self.calls.check_managers("disabled")
-        if getattr(self._model, "_cached_continuous_batching_manager", None) in self.calls.managers:
-            self._model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
-        for manager in self.calls.managers:
-            manager.batching.enabled = False
         busy = [adapter.name for adapter in self.status().adapters if adapter.in_use]
         if busy:
             raise ModelError(f"Calls in flight still use {', '.join(busy)}. Let them end before disabling.")
-        with self.calls.stopped("disabled"):
+        with self._managers_off(), self.calls.stopped("disabled"):
             self._wrapped.take_out()
             self.calls.steps.clear()
             if self.calls.graphs is not None:
@@ -411,6 +407,21 @@ class MultiLora:
             self._model.__dict__.pop("_compiled_call", None)
             if self._takeover is not None:
                 self._takeover.give_back()
+        if getattr(self._model, "_cached_continuous_batching_manager", None) in self.calls.managers:
+            self._model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
+
+    @contextmanager
+    def _managers_off(self) -> Iterator[None]:
+        """No manager of continuous batching starts from here on; where the block fails, they may again."""
+        managers = list(self.calls.managers)
+        try:
+            for manager in managers:
+                manager.batching.enabled = False
+            yield
+        except BaseException:
+            for manager in managers:
+                manager.batching.enabled = True
+            raise
 
     def __repr__(self) -> str:
         return f"MultiLora({self.status()!s})"
