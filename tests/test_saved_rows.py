@@ -23,13 +23,13 @@ from hf_multilora.errors import RoutingError, UnsupportedAdapterError
 IMAGE = 98
 
 
-def save(model: PreTrainedModel, paths: tuple[str, ...], lora: tuple[str, int, int]) -> None:
+def save(model: PreTrainedModel, paths: tuple[str, ...], lora: tuple[str, int, int], **options: Any) -> None:
     """Load an adapter "a" that has trained one layer and saves others, each a fixed step away from the base's."""
     draw = torch.Generator().manual_seed(1)
     path, inside, out = lora
     tensors = {
         f"base_model.model.{path}.lora_A.weight": torch.randn(4, inside, generator=draw),
-        f"base_model.model.{path}.lora_B.weight": torch.zeros(out, 4),
+        f"base_model.model.{path}.lora_B.weight": torch.randn(out, 4, generator=draw),
     }
     for name in paths:
         for leaf, value in model.get_submodule(name).named_parameters():
@@ -40,6 +40,7 @@ def save(model: PreTrainedModel, paths: tuple[str, ...], lora: tuple[str, int, i
         "lora_alpha": 4,
         "target_modules": [path.rpartition(".")[2]],
         "modules_to_save": list(paths),
+        **options,
     }
     model.load_adapter(adapter_state_dict=tensors, peft_config=dict(config), adapter_name="a")
 
@@ -78,7 +79,8 @@ def test_a_projector_that_sees_as_many_images_as_rows() -> None:
         logits(["a", None])
     with torch.no_grad():  # without images nothing of it runs
         text = torch.tensor([[9, 8, 7, 6]] * 2)
-        assert torch.equal(model(text, adapter_ids=["a", None]).logits, model(text).logits)
+        mixed = model(text, adapter_ids=["a", None]).logits
+        assert torch.equal(mixed[1], model(text).logits[1]) and not torch.equal(mixed[0], mixed[1])
 
 
 def test_sequence_first_norms_with_as_many_tokens_as_rows() -> None:
@@ -93,6 +95,20 @@ def test_sequence_first_norms_with_as_many_tokens_as_rows() -> None:
         assert torch.equal(model(ids, adapter_ids=["a"] * 3).logits, alone)
         with pytest.raises(RoutingError, match="puts the sequence first"):
             model(ids, adapter_ids=["a", None, None])
+
+
+def test_an_alora_below_code_that_turns_its_input_around() -> None:
+    """Rows begin late one by one, and the layer's first dimension counts tokens."""
+    torch.manual_seed(0)
+    model = XLNetLMHeadModel(XLNetConfig(vocab_size=99, d_model=32, n_layer=1, n_head=2, d_inner=48)).eval()
+    enable_multilora(model, max_lora_rank=4)
+    save(model, (), ("transformer.layer.0.ff.layer_1", 32, 48), alora_invocation_tokens=[5, 6])
+    ids = torch.tensor([[1, 2, 5, 6, 3], [5, 6, 1, 2, 3]])
+    with torch.no_grad():
+        for rows in (ids, ids[:1], ids[:1].repeat(5, 1)):
+            with pytest.raises(RoutingError, match="layer_1.*puts the sequence first.*aLoRA"):
+                model(rows, adapter_ids="a")
+        assert not torch.equal(model(ids[1:], adapter_ids="a").logits, model(ids[1:]).logits)
 
 
 def test_what_is_read_and_never_called_cannot_be_saved() -> None:
