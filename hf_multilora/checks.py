@@ -171,14 +171,15 @@ def check_adapter(
     that a checkpoint carries along are read, one at a time, from the safetensors files beside the config.
 
     Args:
-        source: folder or hub id of the adapter; `where` as for `inspect_adapter`.
+        source: folder or hub id of the adapter; `where` as for `inspect_adapter` (`token` and `local_files_only` are
+            for the model, too).
         model: folder or hub id of the base model; its config is enough for most adapters.
 
     Raises:
         ModelError: the model's config cannot be read, or names an unknown architecture, or weights are needed.
         MultiLoraError: what `load_adapter` would raise.
     """
-    config, base = _empty_model(model)
+    config, base = _empty_model(model, where.get("token"), bool(where.get("local_files_only")))
     seen = survey(base, MultiLoraConfig(max_lora_rank=max_lora_rank))
     table = replace(seen.table, read_base=_BaseReader(model, base))
     dtype = getattr(config, "dtype", None) or torch.float32
@@ -280,9 +281,11 @@ def _numel(shape: tuple[int, ...]) -> int:
     return n
 
 
-def _empty_model(model: str) -> tuple[PretrainedConfig, PreTrainedModel]:
+def _empty_model(
+    model: str, token: str | bool | None, local_files_only: bool
+) -> tuple[PretrainedConfig, PreTrainedModel]:
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, token=token, local_files_only=local_files_only)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{model}: no config of a transformers model can be read there: {error}") from error
     names = getattr(config, "architectures", None) or []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_multilora import __version__, enable_multilora
 from hf_multilora.checks import check_adapter, inspect_adapter
@@ -140,6 +140,21 @@ def test_check_agrees_with_load(base, tmp_path):
     check = check_adapter(right, str(base), max_lora_rank=8)
     assert check.modules == model.load_adapter(right, adapter_name="right").modules
     assert check.slot_bytes == model.multilora.status().slot_bytes
+
+
+def test_check_asks_the_hub_for_the_base_as_for_the_adapter(run, base, adapter, monkeypatch):
+    asked, read = [], AutoConfig.from_pretrained
+
+    def noted(name, **options):
+        asked.append((name, options))
+        return read(name)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", noted)
+    assert run("check", str(base), adapter, "--offline")[0] == 0
+    check_adapter(adapter, str(base), token="hf_secret")
+    (_, offline), (_, secret) = asked
+    assert offline == {"token": None, "local_files_only": True}
+    assert secret == {"token": "hf_secret", "local_files_only": False}
 
 
 def test_check_refuses(run, base, adapter, tmp_path):
