@@ -26,6 +26,7 @@ from .adapters.source import Request, resolve
 from .config import MultiLoraConfig
 from .errors import ModelError, UnsupportedAdapterError
 from .memory.layout import FACTOR_ALIGN, Layout, align
+from .reading import Reader, check_plan
 from .report import abridge, content_rows, count, describe, megabytes, summarise_modules
 from .survey import survey
 
@@ -163,7 +164,13 @@ def inspect_adapter(source: str, **where: Any) -> Inspection:
 
 
 def check_adapter(
-    source: str, model: str, *, max_lora_rank: int = 64, strict_base: bool = False, **where: Any
+    source: str,
+    model: str,
+    *,
+    max_lora_rank: int = 64,
+    extra_vocab_size: int = 0,
+    strict_base: bool = False,
+    **where: Any,
 ) -> Check:
     """Match an adapter against a model that is known by its config alone.
 
@@ -174,16 +181,20 @@ def check_adapter(
         source: folder or hub id of the adapter; `where` as for `inspect_adapter` (`token` and `local_files_only` are
             for the model, too).
         model: folder or hub id of the base model; its config is enough for most adapters.
+        max_lora_rank, extra_vocab_size: as it would be enabled with.
 
     Raises:
         ModelError: the model's config cannot be read, or names an unknown architecture, or weights are needed.
         MultiLoraError: what `load_adapter` would raise.
     """
     config, base = _empty_model(model, where.get("token"), bool(where.get("local_files_only")))
-    seen = survey(base, MultiLoraConfig(max_lora_rank=max_lora_rank))
+    options = MultiLoraConfig(max_lora_rank=max_lora_rank, extra_vocab_size=extra_vocab_size)
+    Reader.check(base, options)
+    seen = survey(base, options)
     table = replace(seen.table, read_base=_BaseReader(model, base))
     dtype = getattr(config, "dtype", None) or torch.float32
     with load_plan(source, table, max_lora_rank=max_lora_rank, strict_base=strict_base, **where) as plan:
+        check_plan(plan, base, seen.found, options)
         modules: dict[str, int] = {}
         for factor in plan.factors:
             modules[factor.path] = max(modules.get(factor.path, 0), factor.rank)

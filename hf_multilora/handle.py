@@ -81,7 +81,7 @@ class MultiLora:
         where = (self._layout, self._placement, self.store, self._routing)
         group = None if agreement is None else agreement.group
         self._wrapped = Wrapped(model, self._survey, *where, config.max_lora_rank, config.extra_vocab_size, group)
-        self._reader = Reader(model, self._survey.table, self._wrapped, self.store, self.calls, config)
+        self._reader = Reader(model, self._survey, self._wrapped, self.store, self.calls, config)
         if config.decode_graphs:
             wrapped, order = self._wrapped, self.calls.order_streams
             self.calls.graphs = Graphs(self._routing, order, wrapped.served_sites, wrapped.memory)
