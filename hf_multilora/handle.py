@@ -127,7 +127,9 @@ class MultiLora:
             name = os.fspath(source)
         self.calls.check_quiet("an adapter is loaded")
         if self.calls.agreement is not None:
-            self.calls.agreement.check("the adapter to load", name, _content(source), config, revision, subfolder)
+            self.calls.agreement.check(
+                "the adapter to load", name, _content(source, subfolder), config, revision, subfolder
+            )
         read = self._reader.of(
             source,
             config=config,
@@ -434,9 +436,9 @@ def estimate(layout: Layout, config: MultiLoraConfig, dtype: torch.dtype) -> dic
     return estimate_layout(layout, config.max_loras, config.max_lora_rank, dtype, slot_bytes=config.slot_bytes)
 
 
-def _content(source: Any) -> Any:
+def _content(source: Any, subfolder: str | None) -> Any:
     """What tells apart what ranks are to load: names and sizes, and the ends of files."""
     if isinstance(source, Mapping):
         return sorted((name, tuple(tensor.shape)) for name, tensor in source.items())
-    folder = Path(source)
+    folder = Path(source).expanduser() / (subfolder or "")
     return version("", folder.glob("adapter_*")) if folder.is_dir() else os.fspath(source)
