@@ -19,7 +19,7 @@ from .config import MultiLoraConfig
 from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, closest
 from .generation.calls import Calls
 from .generation.graphs import Graphs
-from .generation.ids import BASE, Key, names_of
+from .generation.ids import BASE, Key, names_of, one_of
 from .generation.mixin import restore_parts, swap_class, swap_parts
 from .generation.warmup import warm_up
 from .inject import InstanceGuard, decompress
@@ -85,7 +85,7 @@ class MultiLora:
         if config.decode_graphs:
             wrapped, order = self._wrapped, self.calls.order_streams
             self.calls.graphs = Graphs(self._routing, order, wrapped.served_sites, wrapped.memory)
-        self._guard = InstanceGuard(model)
+        self._guard = InstanceGuard(model, lambda ids, names: self.use(one_of(ids, names)))
         swap_parts(model, self.calls)
         self._old_class = swap_class(model)
         model.__dict__["multilora"] = self
