@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .errors import ConfigError
+from .errors import ConfigError, closest
 
 # Integers: the least value, and whether None is one.
 _NUMBERS = {
@@ -99,3 +99,11 @@ class MultiLoraConfig:
         if dtype is None:
             raise ConfigError(f"lora_dtype={self.lora_dtype!r}: expected 'auto' or one of {', '.join(_DTYPES)}.")
         return dtype
+
+
+def check_names(options: Iterable[str]) -> None:
+    """Raises: ConfigError where one of these names is no option."""
+    known = MultiLoraConfig.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"enable_multilora has no option {name!r}.{closest(name, known)}")

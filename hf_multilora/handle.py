@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .adapters.source import version
-from .config import MultiLoraConfig
+from .config import MultiLoraConfig, check_names
 from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, closest
 from .generation.calls import Calls
 from .generation.graphs import Graphs
@@ -307,7 +307,17 @@ class MultiLora:
         return status
 
     def estimate_memory(self, **options: Any) -> dict[str, Any]:
-        """Bytes of the slots as they are, or as they would be with other options."""
+        """Bytes of the slots as they are, or as they would be with other options; see `hf_multilora.estimate_memory`.
+
+        Raises:
+            ConfigError: an unknown or impossible option, or `target_modules`: what is wrapped stays as it is.
+        """
+        check_names(options)
+        if options.get("target_modules", self.config.target_modules) != self.config.target_modules:
+            raise ConfigError(
+                "target_modules cannot change while the model is enabled, and was not looked at. Call "
+                "disable_multilora(model) first, and estimate_memory(model, target_modules=...) then."
+            )
         config = replace(self.config, **options)
         layout = self._layout_of(config, self.calls.agreement)
         return estimate(layout, config, config.torch_dtype() or self.store.arena.dtype)

@@ -552,6 +552,23 @@ def test_estimate_before_and_after() -> None:
     assert model.multilora.estimate_memory()["slot"] == slot_bytes
 
 
+def test_estimate_of_an_enabled_model() -> None:
+    model = enable_multilora(FAMILIES["llama"].build(), max_loras=2, max_lora_rank=16)
+    bare = FAMILIES["llama"].build()
+    wider = hf_multilora.estimate_memory(model, max_loras=3, max_lora_rank=8)
+    assert wider == hf_multilora.estimate_memory(bare, max_loras=3, max_lora_rank=8)
+    for estimate in (
+        hf_multilora.estimate_memory,
+        lambda model, **options: model.multilora.estimate_memory(**options),
+    ):
+        with pytest.raises(ConfigError, match="target_modules cannot change"):
+            estimate(model, target_modules=["q_proj"])
+        with pytest.raises(ConfigError, match="no option 'max_lora'"):
+            estimate(model, max_lora=3)
+    with pytest.raises(ConfigError, match="config="):
+        hf_multilora.estimate_memory(model, MultiLoraConfig(max_loras=3))
+
+
 def test_positional_embeddings(tmp_path: Path) -> None:
     """A table of positions is read once for all rows where nothing is padded: served per row, or refused by name."""
     base = FAMILIES["gpt2"].build()
