@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -150,7 +151,7 @@ def inspect_adapter(source: str, **where: Any) -> Inspection:
             use_rslora=spec.use_rslora if spec else None,
             modules=modules,
             dtypes=dict(Counter(str(info.dtype).removeprefix("torch.") for info in infos)),
-            nbytes=sum(info.dtype.itemsize * _numel(info.shape) for info in infos),
+            nbytes=sum(info.dtype.itemsize * math.prod(info.shape) for info in infos),
             other_tensors=other,
             ignored=list(spec.ignored) if spec else [],
             warnings=[*files.warnings, *(spec.warnings if spec else ())],
@@ -221,14 +222,14 @@ def _block_bytes(plan: AdapterPlan, layout: Layout, dtype: torch.dtype) -> int:
     stored: dict[object, int] = {}
     for factor in plan.factors:
         if factor.a is not None and factor.b is not None:
-            stored[factor.a] = _numel(factor.a.shape) * dtype.itemsize
-            stored[factor.b, factor.gain] = _numel(factor.b.shape) * dtype.itemsize
-        stored.update({v: _numel(v.shape) * 4 for v in (factor.gain, factor.shift) if v is not None})
+            stored[factor.a] = math.prod(factor.a.shape) * dtype.itemsize
+            stored[factor.b, factor.gain] = math.prod(factor.b.shape) * dtype.itemsize
+        stored.update({v: math.prod(v.shape) * 4 for v in (factor.gain, factor.shift) if v is not None})
     for item in plan.saved:
-        stored["saved", item.ref] = _numel(item.ref.shape) * dtype.itemsize
+        stored["saved", item.ref] = math.prod(item.ref.shape) * dtype.itemsize
     for rows in plan.tokens:
         stored["ids", rows.ids] = len(rows.ids) * 8
-        stored["rows", rows.ref] = _numel(rows.ref.shape) * dtype.itemsize
+        stored["rows", rows.ref] = math.prod(rows.ref.shape) * dtype.itemsize
     return layout.header_bytes + sum(align(nbytes, FACTOR_ALIGN) for nbytes in stored.values())
 
 
@@ -283,13 +284,6 @@ def _stored_modules(
         else:
             other.append(key.name)
     return modules, other
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
 
 
 def _empty_model(
