@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .config import MultiLoraConfig
-from .errors import ConfigError, ModelError, closest
+from .config import MultiLoraConfig, check_names
+from .errors import ConfigError, ModelError
 from .generation.mixin import MultiLoraMixin, PartMixin
 from .handle import MultiLora, estimate
 from .layers import LoraLayer
@@ -42,6 +42,7 @@ def enable_multilora(model: Any, config: MultiLoraConfig | None = None, **option
         model = takeover.model
     try:
         _check_model(model)
+        _check_training(model)
         handle = MultiLora(model, config, takeover)
     except BaseException:
         if takeover is not None:
@@ -72,23 +73,43 @@ def disable_multilora(model: Any) -> Any:
 def estimate_memory(model: Any, config: MultiLoraConfig | None = None, **options: Any) -> dict[str, Any]:
     """Bytes that `enable_multilora(model, ...)` would allocate; nothing is allocated or changed.
 
+    Args:
+        model: as of `enable_multilora`; or one that is enabled, whose options hold where none are given.
+
     Returns:
-        dict: see `hf_multilora.memory.estimate.estimate_memory`.
+        dict: "arena": all of what is allocated, on all devices together; "slot": one slot; "header": its table (one on
+        each device); "tail": the zeros at the end of the arena; "adapter": one adapter that trained every layer at
+        `max_lora_rank`, in host memory and as copied into a slot (where it is more than "slot", slot_bytes has to be
+        raised to it); "largest": module path -> bytes of its factors, gain and shift in a slot at `max_lora_rank`,
+        the largest ones first.
+
+    Raises:
+        ConfigError: an unknown or impossible option, or one that cannot change while the model is enabled.
+        ModelError: a model that `enable_multilora` would refuse as such.
     """
     if isinstance(model, MultiLoraMixin):
+        if config is not None:
+            raise ConfigError(
+                "The model is enabled already: config= would replace all of its options. Give those that are to be "
+                "others as keywords: estimate_memory(model, max_loras=16)."
+            )
         return model.multilora.estimate_memory(**options)
     config = _config(config, options)
-    seen = survey(model, config)
-    placed = place(model, seen.found, config)
-    parts = parts_of(agreement_of(model), config.fully_sharded_loras)
+    takeover = take_over(model) if is_peft_model(model) else None
+    model = model if takeover is None else takeover.model
+    try:
+        _check_model(model)
+        seen = survey(model, config)
+        placed = place(model, seen.found, config)
+        parts = parts_of(agreement_of(model), config.fully_sharded_loras)
+    finally:
+        if takeover is not None:
+            takeover.give_back()
     return estimate(Layout.from_targets(seen.table.targets, placed.group_of, parts), config, placed.dtype)
 
 
 def _config(config: MultiLoraConfig | None, options: dict[str, Any]) -> MultiLoraConfig:
-    known = MultiLoraConfig.__dataclass_fields__
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"enable_multilora has no option {name!r}.{closest(name, known)}")
+    check_names(options)
     if config is None:
         config = MultiLoraConfig(**options)
     elif options:
@@ -111,8 +132,6 @@ def _check_model(model: Any) -> None:
         raise ModelError(f"Expected a transformers PreTrainedModel or a PeftModel, got {type(model).__name__}.{hint}")
     if any(isinstance(module, LoraLayer) for module in model.modules()):
         raise ModelError("A model inside of this one is enabled already. Call disable_multilora on that one first.")
-    if model.training:
-        raise ModelError("The model is in training mode; adapters are served for inference. Call model.eval() first.")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ModelError(
             "The model carries adapters that transformers injected (model.load_adapter). Enable a model without them, "
@@ -121,3 +140,8 @@ def _check_model(model: Any) -> None:
     peft = next((path for path, module in model.named_modules() if is_peft_layer(module)), None)
     if peft is not None:
         raise ModelError(f"{peft} is a layer of PEFT. Pass the PeftModel itself: enable_multilora(peft_model).")
+
+
+def _check_training(model: PreTrainedModel) -> None:
+    if model.training:
+        raise ModelError("The model is in training mode; adapters are served for inference. Call model.eval() first.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -26,6 +27,7 @@ from .adapters.source import Request, resolve
 from .config import MultiLoraConfig
 from .errors import ModelError, UnsupportedAdapterError
 from .memory.layout import FACTOR_ALIGN, Layout, align
+from .reading import Reader, check_plan
 from .report import abridge, content_rows, count, describe, megabytes, summarise_modules
 from .survey import survey
 
@@ -149,7 +151,7 @@ def inspect_adapter(source: str, **where: Any) -> Inspection:
             use_rslora=spec.use_rslora if spec else None,
             modules=modules,
             dtypes=dict(Counter(str(info.dtype).removeprefix("torch.") for info in infos)),
-            nbytes=sum(info.dtype.itemsize * _numel(info.shape) for info in infos),
+            nbytes=sum(info.dtype.itemsize * math.prod(info.shape) for info in infos),
             other_tensors=other,
             ignored=list(spec.ignored) if spec else [],
             warnings=[*files.warnings, *(spec.warnings if spec else ())],
@@ -163,7 +165,13 @@ def inspect_adapter(source: str, **where: Any) -> Inspection:
 
 
 def check_adapter(
-    source: str, model: str, *, max_lora_rank: int = 64, strict_base: bool = False, **where: Any
+    source: str,
+    model: str,
+    *,
+    max_lora_rank: int = 64,
+    extra_vocab_size: int = 0,
+    strict_base: bool = False,
+    **where: Any,
 ) -> Check:
     """Match an adapter against a model that is known by its config alone.
 
@@ -171,18 +179,23 @@ def check_adapter(
     that a checkpoint carries along are read, one at a time, from the safetensors files beside the config.
 
     Args:
-        source: folder or hub id of the adapter; `where` as for `inspect_adapter`.
+        source: folder or hub id of the adapter; `where` as for `inspect_adapter` (`token` and `local_files_only` are
+            for the model, too).
         model: folder or hub id of the base model; its config is enough for most adapters.
+        max_lora_rank, extra_vocab_size: as it would be enabled with.
 
     Raises:
         ModelError: the model's config cannot be read, or names an unknown architecture, or weights are needed.
         MultiLoraError: what `load_adapter` would raise.
     """
-    config, base = _empty_model(model)
-    seen = survey(base, MultiLoraConfig(max_lora_rank=max_lora_rank))
+    config, base = _empty_model(model, where.get("token"), bool(where.get("local_files_only")))
+    options = MultiLoraConfig(max_lora_rank=max_lora_rank, extra_vocab_size=extra_vocab_size)
+    Reader.check(base, options)
+    seen = survey(base, options)
     table = replace(seen.table, read_base=_BaseReader(model, base))
     dtype = getattr(config, "dtype", None) or torch.float32
     with load_plan(source, table, max_lora_rank=max_lora_rank, strict_base=strict_base, **where) as plan:
+        check_plan(plan, base, seen.found, options)
         modules: dict[str, int] = {}
         for factor in plan.factors:
             modules[factor.path] = max(modules.get(factor.path, 0), factor.rank)
@@ -209,14 +222,14 @@ def _block_bytes(plan: AdapterPlan, layout: Layout, dtype: torch.dtype) -> int:
     stored: dict[object, int] = {}
     for factor in plan.factors:
         if factor.a is not None and factor.b is not None:
-            stored[factor.a] = _numel(factor.a.shape) * dtype.itemsize
-            stored[factor.b, factor.gain] = _numel(factor.b.shape) * dtype.itemsize
-        stored.update({v: _numel(v.shape) * 4 for v in (factor.gain, factor.shift) if v is not None})
+            stored[factor.a] = math.prod(factor.a.shape) * dtype.itemsize
+            stored[factor.b, factor.gain] = math.prod(factor.b.shape) * dtype.itemsize
+        stored.update({v: math.prod(v.shape) * 4 for v in (factor.gain, factor.shift) if v is not None})
     for item in plan.saved:
-        stored["saved", item.ref] = _numel(item.ref.shape) * dtype.itemsize
+        stored["saved", item.ref] = math.prod(item.ref.shape) * dtype.itemsize
     for rows in plan.tokens:
         stored["ids", rows.ids] = len(rows.ids) * 8
-        stored["rows", rows.ref] = _numel(rows.ref.shape) * dtype.itemsize
+        stored["rows", rows.ref] = math.prod(rows.ref.shape) * dtype.itemsize
     return layout.header_bytes + sum(align(nbytes, FACTOR_ALIGN) for nbytes in stored.values())
 
 
@@ -273,16 +286,11 @@ def _stored_modules(
     return modules, other
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n
-
-
-def _empty_model(model: str) -> tuple[PretrainedConfig, PreTrainedModel]:
+def _empty_model(
+    model: str, token: str | bool | None, local_files_only: bool
+) -> tuple[PretrainedConfig, PreTrainedModel]:
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, token=token, local_files_only=local_files_only)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{model}: no config of a transformers model can be read there: {error}") from error
     names = getattr(config, "architectures", None) or []

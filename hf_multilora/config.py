@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from .errors import ConfigError
+from .errors import ConfigError, closest
 
+# Integers: the least value, and whether None is one.
+_NUMBERS = {
+    "max_loras": (1, False),
+    "max_lora_rank": (1, False),
+    "max_cpu_loras": (1, True),
+    "slot_bytes": (1, True),
+    "extra_vocab_size": (0, False),
+}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class MultiLoraConfig:
-    """Options of `enable_multilora`; see its docstring for what each one costs.
+    """Options of `enable_multilora`, which hold until the model is disabled.
 
     Args:
         max_loras: slots, i.e. distinct adapters that one forward can mix.
@@ -49,26 +58,38 @@ class MultiLoraConfig:
     fully_sharded_loras: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_loras", "max_lora_rank"):
+        for name, (least, optional) in _NUMBERS.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r}: expected an integer of at least 1.")
+            if optional and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                also = ", or None" if optional else ""
+                raise ConfigError(f"{name}={value!r}: expected an integer of at least {least}{also}.")
+        for name in ("on_demand", "decode_graphs", "fully_sharded_loras"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False.")
+        self._check_targets()
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ConfigError(
                 f"max_cpu_loras={self.max_cpu_loras} is less than max_loras={self.max_loras}: what is in a slot is "
                 f"kept in host memory too. Raise max_cpu_loras to at least {self.max_loras}, or leave it None."
             )
-        if self.slot_bytes is not None and self.slot_bytes < 1:
-            raise ConfigError(f"slot_bytes={self.slot_bytes}: expected a positive number of bytes, or None.")
-        if self.extra_vocab_size < 0:
-            raise ConfigError(f"extra_vocab_size={self.extra_vocab_size}: expected 0 or more columns.")
-        for name in ("decode_graphs", "fully_sharded_loras"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name}={getattr(self, name)!r}: expected True or False.")
-        if isinstance(self.target_modules, (list, tuple)) and not self.target_modules:
-            raise ConfigError("target_modules=[] would wrap nothing; leave it None to wrap every layer.")
         if self.lora_dtype != "auto":
             self.torch_dtype()
+
+    def _check_targets(self) -> None:
+        wanted = self.target_modules
+        if wanted is None:
+            return
+        if isinstance(wanted, str):
+            try:
+                re.compile(wanted)
+            except re.error as error:
+                raise ConfigError(f"target_modules={wanted!r}: not a valid regex ({error}).") from error
+        elif not isinstance(wanted, Collection) or not all(isinstance(name, str) for name in wanted):
+            raise ConfigError(f"target_modules={wanted!r}: expected a list of names, a regex, or None.")
+        elif not wanted:
+            raise ConfigError("target_modules=[] would wrap nothing; leave it None to wrap every layer.")
 
     def torch_dtype(self) -> torch.dtype | None:
         """The slots' dtype, or None where it follows the base model."""
@@ -78,3 +99,11 @@ class MultiLoraConfig:
         if dtype is None:
             raise ConfigError(f"lora_dtype={self.lora_dtype!r}: expected 'auto' or one of {', '.join(_DTYPES)}.")
         return dtype
+
+
+def check_names(options: Iterable[str]) -> None:
+    """Raises: ConfigError where one of these names is no option."""
+    known = MultiLoraConfig.__dataclass_fields__
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"enable_multilora has no option {name!r}.{closest(name, known)}")

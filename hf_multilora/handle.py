@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .adapters.source import version
-from .config import MultiLoraConfig
+from .config import MultiLoraConfig, check_names
 from .errors import AdapterNotFoundError, ConfigError, ModelError, SlotError, closest
 from .generation.calls import Calls
 from .generation.graphs import Graphs
-from .generation.ids import BASE, Key, names_of
+from .generation.ids import BASE, Key, names_of, one_of
 from .generation.mixin import restore_parts, swap_class, swap_parts
 from .generation.warmup import warm_up
 from .inject import InstanceGuard, decompress
@@ -58,7 +58,8 @@ class MultiLora:
         decompress(model)
         self._survey: Survey = survey(model, config)
         self._placement = place(model, self._survey.found, config)
-        # Everything that can fail comes before the first change of the model.
+        # Everything that can fail comes before the first change of the model, but for unpacking: its first forward would
+        # have done that.
         tuning_table.check()
         agreement = agreement_of(model)
         self._layout = self._layout_of(config, agreement)
@@ -81,11 +82,11 @@ class MultiLora:
         where = (self._layout, self._placement, self.store, self._routing)
         group = None if agreement is None else agreement.group
         self._wrapped = Wrapped(model, self._survey, *where, config.max_lora_rank, config.extra_vocab_size, group)
-        self._reader = Reader(model, self._survey.table, self._wrapped, self.store, self.calls, config)
+        self._reader = Reader(model, self._survey, self._wrapped, self.store, self.calls, config)
         if config.decode_graphs:
             wrapped, order = self._wrapped, self.calls.order_streams
             self.calls.graphs = Graphs(self._routing, order, wrapped.served_sites, wrapped.memory)
-        self._guard = InstanceGuard(model)
+        self._guard = InstanceGuard(model, lambda ids, names: self.use(one_of(ids, names)))
         swap_parts(model, self.calls)
         self._old_class = swap_class(model)
         model.__dict__["multilora"] = self
@@ -127,7 +128,9 @@ class MultiLora:
             name = os.fspath(source)
         self.calls.check_quiet("an adapter is loaded")
         if self.calls.agreement is not None:
-            self.calls.agreement.check("the adapter to load", name, _content(source), config, revision, subfolder)
+            self.calls.agreement.check(
+                "the adapter to load", name, _content(source, subfolder), config, revision, subfolder
+            )
         read = self._reader.of(
             source,
             config=config,
@@ -140,11 +143,18 @@ class MultiLora:
         )
         return self._register(name, read, reload, isinstance(source, Mapping))
 
-    def _register(self, name: str, read: Callable[[], Loaded], reload: bool, in_memory: bool) -> LoadReport:
+    def _register(
+        self,
+        name: str,
+        read: Callable[[], Loaded],
+        reload: bool,
+        in_memory: bool,
+        again: Callable[[], Loaded] | None = None,
+    ) -> LoadReport:
         if not isinstance(name, str) or not name or name == BASE:
             raise ConfigError(f"{name!r} cannot name an adapter: expected a non-empty string other than {BASE!r}.")
         with alike(self.calls.agreement, "the adapters to load") as facts:
-            entry = self.store.register(name, read, reload=reload, evictable=not in_memory)
+            entry = self.store.register(name, read, reload=reload, evictable=not in_memory, again=again)
             packed, about = entry.packed, entry.version.loaded
             ranks = {site: rank for site, rank in packed.ranks.items() if rank} if packed is not None else {}
             facts += [name, entry.tag, about.fingerprint, ranks]
@@ -172,13 +182,22 @@ class MultiLora:
         remote = any(not isinstance(source, Mapping) and not Path(source).exists() for source in sources.values())
         with closing(read_ahead(reads, remote=remote)) as ahead:
             for name, read in logging.tqdm(ahead, desc="Loading adapters", unit="adapter", total=len(reads)):
-                reports[name] = self._register(name, read, reload, isinstance(sources[name], Mapping))
+                reports[name] = self._register(name, read, reload, isinstance(sources[name], Mapping), reads[name])
         return reports
 
     def reload(self, name: str, source: Any = None, **options: Any) -> LoadReport:
-        """Read an adapter again, from `source` or from where it came; see `load`."""
+        """Read an adapter again, from `source` with the options of `load`, or from where it came as it was loaded.
+
+        Raises:
+            ConfigError: options and no source.
+        """
         if source is not None:
             return self.load(source, name, reload=True, **options)
+        if options:
+            raise ConfigError(
+                f"reload({name!r}) with {', '.join(options)} and no source: without one an adapter is read again as "
+                "it was loaded. Pass the source, too."
+            )
         self.calls.check_quiet("an adapter is loaded")
         version = self.store.entry(name).version
         return self._register(name, version.load, True, not version.evictable)
@@ -289,7 +308,17 @@ class MultiLora:
         return status
 
     def estimate_memory(self, **options: Any) -> dict[str, Any]:
-        """Bytes of the slots as they are, or as they would be with other options."""
+        """Bytes of the slots as they are, or as they would be with other options; see `hf_multilora.estimate_memory`.
+
+        Raises:
+            ConfigError: an unknown or impossible option, or `target_modules`: what is wrapped stays as it is.
+        """
+        check_names(options)
+        if options.get("target_modules", self.config.target_modules) != self.config.target_modules:
+            raise ConfigError(
+                "target_modules cannot change while the model is enabled, and was not looked at. Call "
+                "disable_multilora(model) first, and estimate_memory(model, target_modules=...) then."
+            )
         config = replace(self.config, **options)
         layout = self._layout_of(config, self.calls.agreement)
         return estimate(layout, config, config.torch_dtype() or self.store.arena.dtype)
@@ -376,14 +405,10 @@ class MultiLora:
     def detach(self) -> None:
         """Undo everything (see `disable_multilora`)."""
         self.calls.check_managers("disabled")
-        if getattr(self._model, "_cached_continuous_batching_manager", None) in self.calls.managers:
-            self._model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
-        for manager in self.calls.managers:
-            manager.batching.enabled = False
         busy = [adapter.name for adapter in self.status().adapters if adapter.in_use]
         if busy:
             raise ModelError(f"Calls in flight still use {', '.join(busy)}. Let them end before disabling.")
-        with self.calls.stopped("disabled"):
+        with self._managers_off(), self.calls.stopped("disabled"):
             self._wrapped.take_out()
             self.calls.steps.clear()
             if self.calls.graphs is not None:
@@ -395,6 +420,21 @@ class MultiLora:
             self._model.__dict__.pop("_compiled_call", None)
             if self._takeover is not None:
                 self._takeover.give_back()
+        if getattr(self._model, "_cached_continuous_batching_manager", None) in self.calls.managers:
+            self._model.destroy_cached_continuous_batching_manager()  # type: ignore[operator]
+
+    @contextmanager
+    def _managers_off(self) -> Iterator[None]:
+        """No manager of continuous batching starts from here on; where the block fails, they may again."""
+        managers = list(self.calls.managers)
+        try:
+            for manager in managers:
+                manager.batching.enabled = False
+            yield
+        except BaseException:
+            for manager in managers:
+                manager.batching.enabled = True
+            raise
 
     def __repr__(self) -> str:
         return f"MultiLora({self.status()!s})"
@@ -407,9 +447,9 @@ def estimate(layout: Layout, config: MultiLoraConfig, dtype: torch.dtype) -> dic
     return estimate_layout(layout, config.max_loras, config.max_lora_rank, dtype, slot_bytes=config.slot_bytes)
 
 
-def _content(source: Any) -> Any:
+def _content(source: Any, subfolder: str | None) -> Any:
     """What tells apart what ranks are to load: names and sizes, and the ends of files."""
     if isinstance(source, Mapping):
         return sorted((name, tuple(tensor.shape)) for name, tensor in source.items())
-    folder = Path(source)
+    folder = Path(source).expanduser() / (subfolder or "")
     return version("", folder.glob("adapter_*")) if folder.is_dir() else os.fspath(source)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import nn
@@ -19,11 +20,11 @@ from .routing import Routing
 from .survey import Found, walk
 
 
-def saved_layer(model: nn.Module, path: str) -> Found:
-    """A module that an adapter saves whole, with every place it has."""
+def saved_layer(model: nn.Module, path: str, scattered: str) -> Found:
+    """A module that an adapter saves whole, with every place it has; `scattered` as of `Found`."""
     module = model.get_submodule(path)
     places = [(parent, name) for _, parent, name, child in walk(model) if child is module]
-    return Found(module, SavedLayer, (), places)
+    return Found(module, SavedLayer, (), places, scattered)
 
 
 def decompress(model: nn.Module) -> None:
@@ -117,12 +118,16 @@ def swap_out(found: dict[str, Found], wrappers: dict[str, LoraLayer]) -> None:
 class InstanceGuard:
     """Lets ids reach a forward or generate on the instance (accelerate puts one there), which hides the class's.
 
+    Args:
+        model: whose instance it is.
+        under: what is called with adapter_ids and adapter_names, and gives the block that what lies there runs in.
+
     Attributes:
         hidden: what lay on the instance, by name.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, under: Callable[[Any, Any], AbstractContextManager[None]]) -> None:
+        self._model, self._under = model, under
         self.hidden: dict[str, Any] = {
             name: model.__dict__[name] for name in ("forward", "generate") if name in model.__dict__
         }
@@ -136,7 +141,7 @@ class InstanceGuard:
             names = kwargs.pop("adapter_names", None)
             if ids is None and names is None:
                 return inner(*args, **kwargs)
-            with self._model.__dict__["multilora"].use(ids if ids is not None else names):
+            with self._under(ids, names):
                 return inner(*args, **kwargs)
 
         return call

@@ -14,7 +14,7 @@ Blocks of experts have a forward of this kind as well (`expert_shards`).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FunctionType
@@ -144,7 +144,16 @@ def whole(module: nn.Module) -> nn.Module:
 
 def number_of(*facts: Any) -> int:
     """A number of 56 bits that differs where facts do, the same in every process."""
-    return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "big")
+    return int.from_bytes(hashlib.sha256(repr(_ordered(facts)).encode()).digest()[:7], "big")
+
+
+def _ordered(value: Any) -> Any:
+    """The same with sets, which every process goes through in another order, as sorted tuples."""
+    if isinstance(value, (set, frozenset)):
+        return "set", tuple(sorted(map(repr, value)))
+    if isinstance(value, Mapping):
+        return {key: _ordered(item) for key, item in value.items()}
+    return [_ordered(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class Agreement:

@@ -5,7 +5,6 @@ PEFT is needed here, and nowhere else in the package: whoever has a PeftModel ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .errors import ModelError, UnsupportedAdapterError
+from .survey import walk
 
 _WORDS = ("forward", "generate")  # of a PeftModel that has been taken apart: they raise
 # Initialisations that subtract from the base weights (PEFT accepts them in any case, and with suffixes).
@@ -72,7 +72,7 @@ def take_over(peft_model: Any) -> Takeover:
     for name, config in peft_model.peft_config.items():
         _check_config(name, config)
     layers: list[tuple[nn.Module, str, Any]] = []
-    for path, parent, attribute, module in _children(inner):
+    for path, parent, attribute, module in walk(inner):
         if isinstance(module, AuxiliaryTrainingWrapper):
             raise UnsupportedAdapterError(
                 f"{path} is saved whole by an adapter (modules_to_save or trainable tokens), which the model's own "
@@ -121,10 +121,3 @@ def _check_config(name: str, config: Any) -> None:
         )
     if getattr(config, "layer_replication", None):
         raise UnsupportedAdapterError(f"Adapter {name!r} has layer_replication: PEFT has rebuilt the base model.")
-
-
-def _children(model: nn.Module) -> Iterable[tuple[str, nn.Module, str, nn.Module]]:
-    for parent_path, parent in list(model.named_modules()):
-        for name, module in list(parent._modules.items()):
-            if module is not None:
-                yield f"{parent_path}.{name}" if parent_path else name, parent, name, module

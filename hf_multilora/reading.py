@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from .adapters.load import load_plan
 from .adapters.plan import AdapterPlan, SavedParam
-from .adapters.targets import TargetTable
 from .config import MultiLoraConfig
 from .errors import ConfigError, ModelError, UnsupportedAdapterError
 from .generation.calls import Calls
@@ -20,6 +19,7 @@ from .layers.router import LoraRouter
 from .memory.registry import Loaded
 from .memory.store import AdapterStore
 from .parallel import shared
+from .survey import Found, Survey
 from .wrapped import Wrapped
 
 
@@ -53,7 +53,7 @@ class Reader:
 
     Args:
         model: that is to serve them.
-        table: its targets.
+        seen: what the survey has found in it.
         wrapped: its wrappers; a layer that an adapter saves, and that has none, gets one.
         store: that packs them.
         calls: of the model, whose logits grow with a vocabulary that an adapter has resized.
@@ -63,13 +63,13 @@ class Reader:
     def __init__(
         self,
         model: PreTrainedModel,
-        table: TargetTable,
+        seen: Survey,
         wrapped: Wrapped,
         store: AdapterStore,
         calls: Calls,
         config: MultiLoraConfig,
     ) -> None:
-        self._model, self._table, self._wrapped = model, table, wrapped
+        self._model, self._survey, self._table, self._wrapped = model, seen, seen.table, wrapped
         self._store, self._calls, self._config = store, calls, config
         if config.extra_vocab_size:
             self._widen()
@@ -100,7 +100,7 @@ class Reader:
     def read(self, source: Any, options: Mapping[str, Any]) -> Loaded:
         """Read an adapter now; arguments as of `of`."""
         with load_plan(source, self._table, max_lora_rank=self._config.max_lora_rank, **options) as plan:
-            self._check(plan)
+            check_plan(plan, self._model, self._survey.found, self._config)
             saved = self._with_tied(plan)
             packed = self._store.pack(
                 plan.factors,
@@ -126,33 +126,6 @@ class Reader:
                 facts=plan.facts(),
             )
 
-    def _check(self, plan: AdapterPlan) -> None:
-        """Raises: UnsupportedAdapterError, ConfigError for what a checkpoint has and this model cannot serve."""
-        if plan.invocation and (plan.saved or plan.tokens):
-            raise UnsupportedAdapterError(
-                f"{plan.source}: an aLoRA that also saves whole modules or tokens is not served: these have no start."
-            )
-        for item in plan.saved:
-            path = f"{item.path}.{item.name}".rpartition(".")[0]
-            wrapper = self._wrapped.by_path.get(path)
-            if shared(self._model.get_submodule(path) if wrapper is None else wrapper.base_layer):
-                raise UnsupportedAdapterError(
-                    f"{plan.source}: it saves {path!r} whole (modules_to_save), a layer that the ranks of this "
-                    "tensor-parallel model share: that is not served. Saved heads and embeddings are."
-                )
-            if isinstance(wrapper, LoraRouter):
-                raise UnsupportedAdapterError(
-                    f"{plan.source}: it saves the router {path!r} whole (modules_to_save), which is not served: "
-                    "LoRA on routers is."
-                )
-        size = self._base_vocabulary()
-        room = size + self._config.extra_vocab_size
-        if plan.vocab_size is not None and plan.vocab_size > room:
-            raise ConfigError(
-                f"{plan.source}: its vocabulary has {plan.vocab_size} tokens, the model serves {room}. Enable it with "
-                f"extra_vocab_size={plan.vocab_size - size}."
-            )
-
     def _with_tied(self, plan: AdapterPlan) -> list[SavedParam]:
         """A resized vocabulary was written into one matrix, and so into every module that shares it."""
         saved = list(plan.saved)
@@ -166,8 +139,44 @@ class Reader:
         return saved
 
     def _widen(self) -> None:
-        self._calls.vocabulary = Vocabulary(self._base_vocabulary(), self._config.extra_vocab_size)
+        self._calls.vocabulary = Vocabulary(_vocabulary_of(self._model), self._config.extra_vocab_size)
 
-    def _base_vocabulary(self) -> int:
-        embedding = self._model.get_input_embeddings()
-        return int(getattr(embedding, "num_embeddings", self._model.config.get_text_config().vocab_size))
+
+def check_plan(plan: AdapterPlan, model: PreTrainedModel, found: Mapping[str, Found], config: MultiLoraConfig) -> None:
+    """What a checkpoint may have, and a model that is enabled with `config` cannot serve.
+
+    Args:
+        found: the layers of the model that carry adapters.
+
+    Raises:
+        UnsupportedAdapterError: an aLoRA that saves modules or tokens; a router, or a part of a layer, saved whole.
+        ConfigError: a larger vocabulary than there is room for.
+    """
+    if plan.invocation and (plan.saved or plan.tokens):
+        raise UnsupportedAdapterError(
+            f"{plan.source}: an aLoRA that also saves whole modules or tokens is not served: these have no start."
+        )
+    for item in plan.saved:
+        path = f"{item.path}.{item.name}".rpartition(".")[0]
+        if shared(found[path].module if path in found else model.get_submodule(path)):
+            raise UnsupportedAdapterError(
+                f"{plan.source}: it saves {path!r} whole (modules_to_save), a layer that the ranks of this "
+                "tensor-parallel model share: that is not served. Saved heads and embeddings are."
+            )
+        if path in found and issubclass(found[path].wrapper, LoraRouter):
+            raise UnsupportedAdapterError(
+                f"{plan.source}: it saves the router {path!r} whole (modules_to_save), which is not served: "
+                "LoRA on routers is."
+            )
+    size = _vocabulary_of(model)
+    room = size + config.extra_vocab_size
+    if plan.vocab_size is not None and plan.vocab_size > room:
+        raise ConfigError(
+            f"{plan.source}: its vocabulary has {plan.vocab_size} tokens, the model serves {room}. Enable it with "
+            f"extra_vocab_size={plan.vocab_size - size}."
+        )
+
+
+def _vocabulary_of(model: PreTrainedModel) -> int:
+    embedding = model.get_input_embeddings()
+    return int(getattr(embedding, "num_embeddings", model.config.get_text_config().vocab_size))

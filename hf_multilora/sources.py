@@ -7,7 +7,8 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -25,8 +26,8 @@ _FUSED = {
 _WEIGHT_USED = r"(?<!isinstance\()self\.{name}\.weight\b(?!\.(?:dtype|device|shape|size|data|is_))"
 
 
-def outside_of_text(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:
-    """Path prefixes whose inputs are not rows of the batch, with the reason.
+def outside_of_text(model: PreTrainedModel) -> dict[str, str]:
+    """Paths of the modules whose inputs are not rows of the batch, with the reason.
 
     Vision towers see patches and images; their first dimension can equal the number of rows by accident. In a model
     of several modalities everything beside the text model (towers, projectors) is left alone.
@@ -34,35 +35,39 @@ def outside_of_text(model: PreTrainedModel) -> tuple[tuple[str, str], ...]:
     config = model.config
     modalities = [key for key in ("vision_config", "audio_config") if getattr(config, key, None) is not None]
     if not modalities or not hasattr(config, "get_text_config") or config.get_text_config() is config:
-        return ()
+        return {}
     text = model.get_decoder() if hasattr(model, "get_decoder") else None
     if text is None or text is model:
-        return ()
+        return {}
     paths = {id(module): path for path, module in model.named_modules()}
     inner = paths.get(id(text))
     if inner is None:
-        return ()
+        return {}
     reason = (
         f"it is outside of the text model ({inner}): images and sounds are not rows of the batch, so that adapters "
         "cannot be told apart there"
     )
     keep = (inner, "lm_head", "score")
-    return tuple((path, reason) for path in paths.values() if path and not _kin(path, keep))
+    return {path: reason for path in paths.values() if path and not _kin(path, keep)}
 
 
 def _kin(path: str, keep: Sequence[str]) -> bool:
     return any(path == k or path.startswith(f"{k}.") or k.startswith(f"{path}.") for k in keep)
 
 
-def refusal(
-    path: str, parent: nn.Module, name: str, module: nn.Module, outside: tuple[tuple[str, str], ...]
-) -> str | None:
-    """Why a layer of a known class cannot carry an adapter, or None."""
-    for prefix, reason in outside:
-        if path == prefix:
-            return reason
+def astray(path: str, name: str, module: nn.Module, outside: Mapping[str, str]) -> str | None:
+    """Why what a module sees is no rows of the batch, or None."""
+    if path in outside:
+        return outside[path]
     if re.search(r"(^|\.)experts\.", path):
         return "it is one expert of a mixture: it sees the tokens that were routed to it, not rows of the batch"
+    if isinstance(module, nn.Embedding) and re.search(r"relative|rel_(attn|embed|pos)", name):
+        return "it is looked up with pairs of positions, which are not rows of the batch"
+    return None
+
+
+def bypassed(parent: nn.Module, name: str, module: nn.Module) -> str | None:
+    """Why a module may compute nothing although its weight is used, or None."""
     if isinstance(parent, nn.MultiheadAttention) or isinstance(
         module, nn.modules.linear.NonDynamicallyQuantizableLinear
     ):
@@ -71,8 +76,11 @@ def refusal(
     imitates = getattr(parent, "slow_but_exact", None)
     if imitates is not False and _weight_is_read(type(parent), name):  # type: ignore[arg-type]
         return f"{type(parent).__name__} reads its weight without calling it, so that a delta would never be added"
-    if isinstance(module, nn.Embedding) and re.search(r"relative|rel_(attn|embed|pos)", name):
-        return "it is looked up with pairs of positions, which are not rows of the batch"
+    return None
+
+
+def refusal(module: nn.Module) -> str | None:
+    """Why a layer of a known class cannot carry an adapter, wherever it is, or None."""
     if isinstance(module, nn.Embedding) and _odd_embedding(type(module)):  # type: ignore[arg-type]
         return f"{type(module).__name__} is not called with one tensor of ids"
     return None
@@ -83,16 +91,19 @@ def _weight_is_read(parent_type: type[Any], name: str) -> bool:
     if parent_type.__module__.startswith("torch.") or not name.isidentifier():
         return False
     pattern = re.compile(_WEIGHT_USED.format(name=re.escape(name)))
-    for method_name, method in vars(parent_type).items():
-        if method_name in ("__init__", "_init_weights", "reset_parameters") or not inspect.isfunction(method):
-            continue
-        try:
-            source = inspect.getsource(inspect.unwrap(method))
-        except (OSError, TypeError):
-            continue
-        if pattern.search(source):
-            return True
-    return False
+    starts = ("__init__", "_init_weights", "reset_parameters")
+    return any(pattern.search(source) for method, source in _sources(parent_type).items() if method not in starts)
+
+
+@functools.cache
+def _sources(owner: type[Any]) -> dict[str, str]:
+    """The source of every method that a class has itself, where there is one to read."""
+    found = {}
+    for name, method in vars(owner).items():
+        if inspect.isfunction(method):
+            with suppress(OSError, TypeError):
+                found[name] = inspect.getsource(inspect.unwrap(method))
+    return found
 
 
 @functools.cache
@@ -109,28 +120,17 @@ _TURNED = re.compile(
 )
 
 
-def scattered(model: nn.Module, path: str) -> str:
-    names = path.split(".")
-    for depth in range(len(names)):
-        owner = type(model.get_submodule(".".join(names[:depth])))
-        if _turns_around(owner):  # type: ignore[arg-type]
-            return f"{owner.__name__} puts the sequence first"
-    return ""
+def turned(parent: nn.Module) -> str | None:
+    """Why the modules in this one are given the sequence first, as its own source shows, or None."""
+    owner: type[Any] = type(parent)
+    return f"{owner.__name__} puts the sequence first" if _turns_around(owner) else None
 
 
 @functools.cache
 def _turns_around(owner: type[Any]) -> bool:
     if owner.__module__.startswith("torch."):
         return False
-    methods = (method for name, method in vars(owner).items() if inspect.isfunction(method) and "init" not in name)
-    for method in methods:
-        try:
-            source = inspect.getsource(inspect.unwrap(method))
-        except (OSError, TypeError):
-            continue
-        if _TURNED.search(source):
-            return True
-    return False
+    return any(_TURNED.search(source) for name, source in _sources(owner).items() if "init" not in name)
 
 
 def slices(model: PreTrainedModel, parent: nn.Module, name: str, out: int) -> tuple[tuple[str, int], ...]:

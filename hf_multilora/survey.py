@@ -24,7 +24,7 @@ from .layers.linear import LoraHead, LoraLinear
 from .layers.quantised import acts_as_linear
 from .layers.router import LoraRouter
 from .parallel import shard_of
-from .sources import outside_of_text, refusal, scattered, slices
+from .sources import astray, bypassed, outside_of_text, refusal, slices, turned
 
 
 @dataclass
@@ -44,10 +44,13 @@ class Found:
 
 @dataclass
 class Survey:
-    """What a model offers: layers to wrap, and the table that checkpoints are matched against."""
+    """What a model offers: layers to wrap, the table that checkpoints are matched against, and what was seen of all
+    other modules, since their classes say nothing any more once the model is enabled.
+    """
 
     found: dict[str, Found]
     table: TargetTable
+    scattered: dict[str, str]  # module path -> why its inputs do not begin with rows of the batch
 
 
 def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
@@ -55,6 +58,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
 
     Raises:
         ConfigError: `target_modules` selects nothing, or selects a layer that cannot carry an adapter.
+        ModelError: no layer of the model can carry one.
     """
     found: dict[str, Found] = {}
     refused: dict[str, str] = {}
@@ -65,8 +69,16 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
     modules = []
     outside = outside_of_text(model)
     head = model.get_output_embeddings()
+    scattered: dict[str, str] = {}
+    unused: dict[str, str] = {}
     for path, parent, name, module in walk(model):
         modules.append(path)
+        unseen, unread = astray(path, name, module, outside), bypassed(parent, name, module)
+        around = scattered.get(path.rpartition(".")[0]) or turned(parent)
+        if unseen or around:
+            scattered[path] = unseen or around or ""
+        if unread:
+            unused[path] = unread
         wrapper = wrapper_for(type(module)) or (LoraLinear if acts_as_linear(module) else None)
         block = block_of(path, module) if wrapper is None else None
         if isinstance(block, str):
@@ -85,7 +97,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
                 found[original].places.append((parent, name))
             continue
         first_path[id(module)] = path
-        reason = refusal(path, parent, name, module, outside)
+        reason = unseen or unread or refusal(module)
         if block is not None or wrapper is LoraRouter:
             reason = reason or replaced(parent)
         if block is not None:
@@ -131,7 +143,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
                 has_bias=wrapper.kind == "linear" and getattr(module, "bias", None) is not None,
                 shard=shard,
             )
-            found[path] = Found(module, wrapper, (target,), [(parent, name)], scattered(model, path))
+            found[path] = Found(module, wrapper, (target,), [(parent, name)], scattered.get(path, ""))
     _check_selection(config, found, blocks, refused, modules)
     table = TargetTable(
         targets={target.path: target for item in found.values() for target in item.targets},
@@ -145,8 +157,9 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
         tied=frozenset(tied_groups(model)),
         blocks=blocks,
         read_dequantised=functools.partial(_read_dequantised, model),
+        unused=unused,
     )
-    return Survey(found, table)
+    return Survey(found, table, scattered)
 
 
 def tied_groups(model: nn.Module) -> dict[str, tuple[str, ...]]:

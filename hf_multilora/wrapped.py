@@ -132,7 +132,7 @@ class Wrapped:
         """Put wrappers around modules that adapters save as a whole, where there are none yet."""
         with self._lock:
             for path in set(paths) - set(self.by_path):
-                self._survey.found[path] = item = saved_layer(self._model, path)
+                self._survey.found[path] = item = saved_layer(self._model, path, self._survey.scattered.get(path, ""))
                 self.by_path |= swap_in({path: item}, self._routing_of)
                 self._containers += containers(self._model, [path])
             self._place_behind()

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from hf_multilora import __version__, enable_multilora
 from hf_multilora.checks import check_adapter, inspect_adapter
 from hf_multilora.cli import main
 from hf_multilora.demo import ADAPTERS
-from hf_multilora.errors import AdapterMatchError, ModelError, SlotError
+from hf_multilora.errors import AdapterMatchError, ModelError, MultiLoraError, SlotError
 
 
 @pytest.fixture
@@ -140,6 +140,47 @@ def test_check_agrees_with_load(base, tmp_path):
     check = check_adapter(right, str(base), max_lora_rank=8)
     assert check.modules == model.load_adapter(right, adapter_name="right").modules
     assert check.slot_bytes == model.multilora.status().slot_bytes
+
+
+HEAD = {"lm_head.weight": (70, 32), "model.embed_tokens.weight": (70, 32)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "match"),
+    [
+        ({"lm_head.weight": (64, 32)}, {"modules_to_save": ["lm_head"], "alora_invocation_tokens": [5]}, "no start"),
+        (HEAD, {"modules_to_save": ["lm_head", "embed_tokens"]}, "extra_vocab_size=6"),
+    ],
+    ids=["alora", "vocabulary"],
+)
+def test_check_refuses_what_load_refuses(base, tmp_path, shapes, config, match):
+    path = save_adapter(tmp_path / "refused", {**q_proj(), **shapes}, **config)
+    with pytest.raises(MultiLoraError, match=match) as loading:
+        enable_multilora(llama()).load_adapter(path, adapter_name="refused")
+    with pytest.raises(type(loading.value)) as checking:
+        check_adapter(path, str(base))
+    assert str(checking.value) == str(loading.value)
+
+
+def test_check_of_a_larger_vocabulary(run, base, tmp_path):
+    path = save_adapter(tmp_path / "larger", {**q_proj(), **HEAD}, modules_to_save=["lm_head", "embed_tokens"])
+    assert run("check", str(base), path)[0] == 1
+    assert run("check", str(base), path, "--extra-vocab-size", "6")[0] == 0
+
+
+def test_check_asks_the_hub_for_the_base_as_for_the_adapter(run, base, adapter, monkeypatch):
+    asked, read = [], AutoConfig.from_pretrained
+
+    def noted(name, **options):
+        asked.append((name, options))
+        return read(name)
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", noted)
+    assert run("check", str(base), adapter, "--offline")[0] == 0
+    check_adapter(adapter, str(base), token="hf_secret")
+    (_, offline), (_, secret) = asked
+    assert offline == {"token": None, "local_files_only": True}
+    assert secret == {"token": "hf_secret", "local_files_only": False}
 
 
 def test_check_refuses(run, base, adapter, tmp_path):

@@ -467,7 +467,21 @@ def test_exceptions_inside_forward() -> None:
         {"slot_bytes": 0},
         {"lora_dtype": "int8"},
         {"decode_graphs": "static"},
+        {"max_loras": "8"},
+        {"max_cpu_loras": "8"},
+        {"max_cpu_loras": 0},
+        {"slot_bytes": "1GB"},
+        {"slot_bytes": 1.5},
+        {"extra_vocab_size": "2"},
+        {"extra_vocab_size": 1.5},
+        {"extra_vocab_size": None},
+        {"on_demand": "no"},
+        {"decode_graphs": 1},
+        {"lora_dtype": 16},
         {"target_modules": []},
+        {"target_modules": "["},
+        {"target_modules": 7},
+        {"target_modules": ["q_proj", 7]},
         {"target_modules": ["q_porj"]},
         {"target_modules": r"model\.decoder\..*"},
     ],
@@ -536,6 +550,23 @@ def test_estimate_before_and_after() -> None:
     assert before["slot"] == slot_bytes
     assert before["arena"] >= 4 * slot_bytes
     assert model.multilora.estimate_memory()["slot"] == slot_bytes
+
+
+def test_estimate_of_an_enabled_model() -> None:
+    model = enable_multilora(FAMILIES["llama"].build(), max_loras=2, max_lora_rank=16)
+    bare = FAMILIES["llama"].build()
+    wider = hf_multilora.estimate_memory(model, max_loras=3, max_lora_rank=8)
+    assert wider == hf_multilora.estimate_memory(bare, max_loras=3, max_lora_rank=8)
+    for estimate in (
+        hf_multilora.estimate_memory,
+        lambda model, **options: model.multilora.estimate_memory(**options),
+    ):
+        with pytest.raises(ConfigError, match="target_modules cannot change"):
+            estimate(model, target_modules=["q_proj"])
+        with pytest.raises(ConfigError, match="no option 'max_lora'"):
+            estimate(model, max_lora=3)
+    with pytest.raises(ConfigError, match="config="):
+        hf_multilora.estimate_memory(model, MultiLoraConfig(max_loras=3))
 
 
 def test_positional_embeddings(tmp_path: Path) -> None:

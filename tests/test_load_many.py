@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import threading
@@ -103,6 +104,17 @@ def test_wrong_names_and_options(model: Any) -> None:
         model.multilora.load_many({"b": adapters()["r3"]}, nosuch=1)
 
 
+def test_reload_with_options_that_nobody_would_read(model: Any) -> None:
+    before = model.multilora.load(adapters()["r8"], "a").generation
+    for options in ({"revision": "main"}, {"strict_bass": True}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} and no source"):
+            model.multilora.reload("a", **options)
+    assert model.multilora.adapters["a"].generation == before
+    assert model.multilora.reload("a", adapters()["r3"], strict_base=False).rank == 3
+    with pytest.raises(TypeError, match="strict_bass"):
+        model.multilora.reload("a", adapters()["r3"], strict_bass=True)
+
+
 def test_tensors_and_dropped_ones_are_read_again() -> None:
     model = enable_multilora(FAMILIES["llama"].build(), max_lora_rank=64, max_loras=1, max_cpu_loras=2)
     tensors = load_file(adapters()["r8"] / "adapter_model.safetensors")
@@ -119,3 +131,19 @@ def test_tensors_and_dropped_ones_are_read_again() -> None:
         again, given = handle.store.entry("a").packed, handle.store.entry("t").packed
         assert again.digest() == given.digest(), "the same numbers, from the file and from tensors"
     assert handle.adapters["a"].generation == generation
+
+
+def test_a_copy_of_the_model_reads_them_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = enable_multilora(FAMILIES["llama"].build(), max_lora_rank=64, max_loras=1, max_cpu_loras=1)
+    model.multilora.load_many({"a": adapters()["r8"], "b": adapters()["r3"]})
+    twin = copy.deepcopy(model)
+    assert twin.multilora.store.entry("a").packed is None, "there is room for one"
+    readers, read = [], type(model.multilora._reader).read
+
+    def noted(self: Any, source: Any, options: Any) -> Any:
+        readers.append(self)
+        return read(self, source, options)
+
+    monkeypatch.setattr(type(model.multilora._reader), "read", noted)
+    with twin.multilora.store.acquire(["a"]):
+        assert readers == [twin.multilora._reader]

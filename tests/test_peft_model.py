@@ -12,7 +12,7 @@ from oracle import adapters, alone, randomize, relative_error
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from hf_multilora import disable_multilora, enable_multilora
+from hf_multilora import disable_multilora, enable_multilora, estimate_memory
 from hf_multilora.errors import AdapterNotFoundError, MultiLoraError
 
 
@@ -48,6 +48,17 @@ def test_take_over(family: str) -> None:
     assert torch.equal(got[1], logits(alone(family, None))[1])
     tokens = model.generate(**prompts(3), max_new_tokens=4, num_beams=2, adapter_ids="r8")
     assert torch.equal(tokens, alone(family, "r8").generate(**prompts(3), max_new_tokens=4, num_beams=2))
+
+
+def test_estimate_is_that_of_the_model_inside() -> None:
+    """PEFT's own layers are no places for adapters; and they are left as they are."""
+    theirs = peft_model("llama", "r8", "r3")
+    before = logits(theirs)
+    estimate = estimate_memory(theirs, max_loras=2)
+    assert estimate == estimate_memory(FAMILIES["llama"].build(), max_loras=2)
+    assert torch.equal(logits(theirs), before)
+    with pytest.raises(MultiLoraError, match="Pass the PeftModel"):
+        estimate_memory(theirs.base_model.model)
 
 
 def test_nothing_is_active_after_the_take_over() -> None:

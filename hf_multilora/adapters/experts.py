@@ -60,9 +60,7 @@ class Experts:
         return [*here, *((place, trained) for place, trained in outside if place is not None)]
 
 
-def sort_experts(
-    modules: Mapping[str, dict[str, Key]], renaming: Renaming, spec: AdapterSpec, table: TargetTable, where: str
-) -> Experts:
+def sort_experts(modules: Mapping[str, dict[str, Key]], renaming: Renaming, table: TargetTable, where: str) -> Experts:
     """Find the modules that lie in blocks of experts.
 
     Raises:

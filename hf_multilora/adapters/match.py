@@ -70,7 +70,7 @@ def match(
     rest = [key for key in keys if key.role in ("base", "param", "original")]
     rows = [key for key in keys if key.role == "tokens"]
     renaming = find_renaming(modules, (key.path for key in (*rest, *rows)), table, where)
-    experts = sort_experts(modules, renaming, spec, table, where)
+    experts = sort_experts(modules, renaming, table, where)
     placed, outside = _place(modules, renaming, table, where)
     outside.update(experts.outside)
     if outside and not ignore_untargeted:

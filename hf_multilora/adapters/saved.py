@@ -97,6 +97,12 @@ def sort_others(
         if differs and not said:
             unannounced.append(key.name)
     spread_shared(others, vocabulary)
+    for item in others.saved:
+        path = f"{item.path}.{item.name}".rpartition(".")[0]
+        if path in base.table.unused:
+            raise UnsupportedAdapterError(
+                f"{checkpoint.where}: it saves {path!r} whole, which is not served: {base.table.unused[path]}."
+            )
     if unannounced:
         others.warnings.append(
             f"{', '.join(unannounced[:4])}{' and more' if len(unannounced) > 4 else ''}: not the base's numbers. The "

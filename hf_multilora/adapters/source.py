@@ -206,12 +206,12 @@ def _not_found(source: str) -> str:
 
 
 def version(name: str, files: Iterable[Path]) -> str:
-    """A hash that changes with the files: of their names, their sizes and both of their ends.
+    """A hash that changes with the files: of their names, their sizes and both of their ends. Folders are left out.
 
     A file of weights that was trained again differs there; reading all of it would take as long as loading it.
     """
     digest = hashlib.sha256(name.encode())
-    for path in sorted(files):
+    for path in sorted(path for path in files if path.is_file()):
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(f"\0{path.name}\0{size}\0".encode())

@@ -178,7 +178,8 @@ class Gathered:
         """The stack; a new tensor on the CPU."""
         stack = torch.zeros(self.shape, dtype=self.dtype)
         if self.one:
-            stack[0] = self._matrix(next(ref for ref in self.refs if ref is not None))
+            matrix = self._matrix(next(ref for ref in self.refs if ref is not None))
+            stack[0, : matrix.shape[0], : matrix.shape[1]] = matrix
             return stack
         for i, ref in enumerate(self.refs):
             if ref is None:

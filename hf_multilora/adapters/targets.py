@@ -226,6 +226,7 @@ class TargetTable:
         parameters: name of every parameter of the model -> its shape.
         tied: names of parameters that share their storage with another one.
         blocks: blocks of experts by their paths.
+        unused: module path -> why what an adapter saves of that module might never be used.
     """
 
     targets: dict[str, Target]
@@ -239,6 +240,7 @@ class TargetTable:
     tied: frozenset[str] = frozenset()
     blocks: Mapping[str, ExpertBlock] = field(default_factory=dict)
     read_dequantised: Callable[[str], torch.Tensor] | None = None
+    unused: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def parts(self) -> dict[str, tuple[Part, ...]]:

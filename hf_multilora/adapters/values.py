@@ -65,7 +65,10 @@ def patterns(config: Mapping[str, Any], name: str, where: str) -> dict[str, floa
     value = config.get(name) or {}
     if not isinstance(value, Mapping):
         raise AdapterFormatError(f"{where}: {name}={short(value)}: expected an object of patterns and numbers.")
-    return {key: number(value, key, math.nan, f"{where}: {name}") for key in value}
+    absent = [key for key, item in value.items() if item is None]
+    if absent:
+        raise AdapterFormatError(f"{where}: {name}[{absent[0]!r}]=null: expected a number.")
+    return {key: number(value, key, 0, f"{where}: {name}") for key in value}
 
 
 def names(config: Mapping[str, Any], name: str, where: str) -> tuple[str, ...]:

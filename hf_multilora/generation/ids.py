@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 from ..errors import RoutingError
+from ..memory.lease import Key as Key
 from ..report import count
 
 BASE = "__base__"  # PEFT's word for "no adapter"
-
-Mix: TypeAlias = tuple[tuple[str, float], ...]
-Key: TypeAlias = "str | Mix"
 
 
 def to_key(value: Any, where: str) -> Key | None:

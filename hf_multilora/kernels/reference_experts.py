@@ -152,7 +152,7 @@ def shrink(
     for site in sites:
         h = x.new_zeros(pairs, columns or 0, dtype=dtype)
         if entries is not None:
-            rank, start = _factors(entries, meta, slot_elems, site, 0, k)
+            rank, start = _factors(entries, meta, slot_elems, site, 0)
             for chunk, real in _rounds(rank, k, pairs, dtype):
                 members, used = entries.pairs[chunk], entries.used[chunk[:real]]
                 xs = x[members if x_rows is None else x_rows[members]].to(dtype)
@@ -182,7 +182,7 @@ def expand(
     out = y
     for i, (site, first, step, width) in enumerate(projections if entries is not None else ()):
         assert entries is not None
-        rank, start = _factors(entries, meta, slot_elems, site, 1, width)
+        rank, start = _factors(entries, meta, slot_elems, site, 1)
         span = slice(first, first + step * (width - 1) + 1, step)
         own, changed, values = h[:, i], [], []
         for chunk, real in _rounds(rank, width, len(y), h.dtype):
@@ -204,9 +204,7 @@ def expand(
     return out
 
 
-def _factors(
-    entries: Entries, meta: Tensor, slot_elems: int, site: int, which: int, width: int
-) -> tuple[Tensor, Tensor]:
+def _factors(entries: Entries, meta: Tensor, slot_elems: int, site: int, which: int) -> tuple[Tensor, Tensor]:
     """(rank, first element) of the A (0) or Bt (1) of each entry."""
     entry = meta[:, META * site : META * site + META].index_select(0, entries.slots)
     return entry[:, 2], entries.slots * slot_elems + entry[:, which] + entries.experts * entry[:, 3 + which]

@@ -212,6 +212,11 @@ class LoraLayer(nn.Module):
                 f"{self._path} does not see rows of the batch first ({self._scattered}). It can serve one adapter at "
                 "a time: pass one id (a string) for all rows."
             )
+        if self._scattered and state.starts is not None:
+            raise RoutingError(
+                f"{self._path} does not see rows of the batch first ({self._scattered}), so that an aLoRA which is "
+                "invoked behind a row's first token cannot be served there. Ask the base model, or another adapter."
+            )
         if shape[0] == state.rows:
             return state
         return state.for_shape(shape, flat, self._routing.tokens, self._path)

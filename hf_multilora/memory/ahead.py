@@ -73,24 +73,12 @@ class Ahead(Hold):
         super().close()
 
 
-class _First:
-    """A loader whose first call gives what was read ahead."""
-
-    def __init__(self, future: Future[Loaded], read: Callable[[], Loaded]) -> None:
-        self._future: Future[Loaded] | None = future
-        self._read = read
-
-    def __call__(self) -> Loaded:
-        future, self._future = self._future, None
-        return self._read() if future is None else future.result()
-
-
 def read_ahead(
     reads: Mapping[str, Callable[[], Loaded]], *, remote: bool = False
 ) -> Generator[tuple[str, Callable[[], Loaded]], None, None]:
-    """Names with their loaders, in order. The loaders' first calls give what is being read already, a few at a time.
+    """Names, in order, each with what gives the adapter that is being read already, a few of them at a time.
 
-    Close the iterator to stop. What a loader raises, its first call raises.
+    Close the iterator to stop. What a loader raises, is raised where its adapter is asked for.
 
     Args:
         reads: name -> loader.
@@ -103,7 +91,7 @@ def read_ahead(
         return replace(loaded, read_ms=(time.perf_counter() - began) * 1e3)
 
     todo = deque(reads.items())
-    running: deque[tuple[str, _First, Future[Loaded]]] = deque()
+    running: deque[tuple[str, Future[Loaded]]] = deque()
     # Each local file is read by several threads already, and checked by one that needs the interpreter's lock.
     at_once = _AT_ONCE if remote else min(_AT_ONCE, max(1, cores() // 4))
     with ThreadPoolExecutor(at_once, thread_name_prefix="hf_multilora_load") as pool:
@@ -111,10 +99,9 @@ def read_ahead(
             while todo or running:
                 while todo and len(running) < at_once:
                     name, read = todo.popleft()
-                    future = pool.submit(timed, read)
-                    running.append((name, _First(future, read), future))
-                name, first, future = running.popleft()
-                yield name, first
+                    running.append((name, pool.submit(timed, read)))
+                name, future = running.popleft()
+                yield name, future.result
         finally:
-            for _, _, future in running:
+            for _, future in running:
                 future.cancel()

@@ -114,10 +114,6 @@ class Arena:
         """The table of one slot, int64 [n_sites, 5] = (a_off, b_off, rank, gain_off, shift_off)."""
         return self.meta[index, : META * self.layout.n_sites].view(self.layout.n_sites, META)
 
-    def clear(self, index: int) -> None:
-        """Mark every site of a slot as not touched."""
-        self.meta[index, : self.layout.header_bytes // 8].zero_()
-
     def to(self, device: torch.device | str, dtype: torch.dtype, slot_bytes: int | None = None) -> Arena:
         """Allocate anew, empty, on another device or in another dtype; every address changes.
 

@@ -58,13 +58,20 @@ class LoadingStore(StoreCore):
             return self._registry.get(name)
 
     def register(
-        self, name: str, load: Callable[[], Loaded], *, reload: bool = False, evictable: bool = True
+        self,
+        name: str,
+        load: Callable[[], Loaded],
+        *,
+        reload: bool = False,
+        evictable: bool = True,
+        again: Callable[[], Loaded] | None = None,
     ) -> Entry:
         """Load an adapter into host memory under `name`.
 
-        `load` is kept, and called again when the block was dropped from host memory. `evictable=False` (tensors in
-        memory, which cannot be read again) never drops it. With `reload=True` an adapter of that name is replaced
-        under a new generation: calls in flight end on the old weights. On any error everything stays as it was.
+        `again`, or `load` itself, is kept, and called when the block was dropped from host memory. `evictable=False`
+        (tensors in memory, which cannot be read again) never drops it. With `reload=True` an adapter of that name is
+        replaced under a new generation: calls in flight end on the old weights. On any error everything stays as it
+        was.
 
         Raises:
             AdapterExistsError: the name is taken and `reload` is False.
@@ -72,16 +79,18 @@ class LoadingStore(StoreCore):
             Whatever `load` raises.
         """
         with self._turn(name):
-            return self._load(name, load, reload, evictable)
+            return self._load(name, load, reload, evictable, again or load)
 
     def ensure(self, name: str, load: Callable[[], Loaded], *, evictable: bool = True) -> Entry:
         """The adapter of that name, loaded now if there is none. Threads that ask at once load it once."""
         with self._turn(name):
             with self._lock:
                 entry = self._registry.entries.get(name)
-            return entry or self._load(name, load, False, evictable)
+            return entry or self._load(name, load, False, evictable, load)
 
-    def _load(self, name: str, load: Callable[[], Loaded], reload: bool, evictable: bool) -> Entry:
+    def _load(
+        self, name: str, load: Callable[[], Loaded], reload: bool, evictable: bool, again: Callable[[], Loaded]
+    ) -> Entry:
         with self._lock:
             old = self._registry.entries.get(name)
             if old is not None and not reload:
@@ -98,7 +107,7 @@ class LoadingStore(StoreCore):
             if not evictable:
                 self._registry.check_room(name)
             block = self._check_bytes(f"Adapter {name!r}", self._in_dtype(packed))
-            version = Version.of(loaded, block, next_generation(), load, evictable=evictable, load_ms=ms)
+            version = Version.of(loaded, block, next_generation(), again, evictable=evictable, load_ms=ms)
             version = replace(version, cast=block is not packed)
             entry = old or Entry(name, version)
             if old is not None:

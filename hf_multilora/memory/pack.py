@@ -166,6 +166,7 @@ def pack(
     Raises:
         AdapterMatchError: a factor whose site does not exist, comes twice, or whose tensors have another shape; a
             parameter that is saved twice; token rows that do not fit their ids.
+        UnsupportedAdapterError: DoRA on a layer with a bias whose inputs are split over ranks.
     """
     builder = Builder(layout, dtype)
     for factor in factors:
@@ -186,7 +187,7 @@ def pack(
             builder.add(
                 site.index,
                 factor.rank,
-                ("a", factor.a, factor.rank, site.kind, site.columns),
+                ("a", factor.a, factor.rank, site.kind, site.columns, site.part, site.parts),
                 read_a(factor, site),
                 ("b", factor.b, factor.rank, factor.scaling, gain, site.b_rows),
                 read_b(factor, site, gain),
@@ -287,7 +288,7 @@ def _add_experts(builder: Builder, factor: Factor, site: Site) -> None:
     builder.add(
         site.index,
         factor.rank,
-        ("a", a, factor.rank, site.kind),
+        ("a", a, factor.rank, site.kind, site.columns, site.part, site.parts),
         fill_a,
         ("b", b, factor.rank, factor.scaling, site.kind),
         fill_b,

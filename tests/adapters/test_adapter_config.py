@@ -110,6 +110,7 @@ def test_what_is_ignored_is_said() -> None:
 WRONG_TYPES = [
     ("r", "8"), ("r", True), ("r", 0), ("r", -1), ("r", 2.5), ("lora_alpha", "16"), ("lora_alpha", math.nan),
     ("use_rslora", "yes"), ("rank_pattern", [1]), ("rank_pattern", {"a": "b"}), ("rank_pattern", {"a": 0}),
+    ("rank_pattern", {"a": None}), ("alpha_pattern", {"a": None}),
     ("alpha_pattern", {"(": 1}), ("target_modules", "("), ("target_modules", [1]), ("target_modules", 7),
     ("layers_to_transform", ["0"]), ("modules_to_save", [None]), ("layers_pattern", "("),
     ("modules_to_save", ["a", "*b"]), ("bias", "some"),

@@ -70,6 +70,25 @@ def test_a_matrix_for_each_expert(shard: str, skip: tuple[int, ...]) -> None:
     assert_deltas(plan, part(made, SHARDS[shard]))
 
 
+@pytest.mark.parametrize("alpha", [{}, {r"experts\.2\..*": 4}], ids=["two scalings", "one scaling"])
+@pytest.mark.parametrize("shard", SHARDS)
+def test_an_expert_of_a_lower_rank(shard: str, alpha: dict[str, int]) -> None:
+    """A rank that has it alone makes room for the rank of the others, too."""
+    made = hand(r=4)
+    tensors = two_d(made, names={})
+    for name, tensor in tensors.items():
+        if ".experts.2." in name:
+            tensors[name] = (tensor[:2] if "lora_A" in name else tensor[:, :2]).contiguous()
+    for a, b in made.values():
+        a[2, 2:], b[2, :, 2:] = 0, 0
+        if not alpha:
+            b[2] *= 2
+    fields = {"r": 4, "lora_alpha": 8, "rank_pattern": {r"experts\.2\..*": 2}, "alpha_pattern": alpha}
+    plan = load(tensors, moe_table(**ONE, shard=SHARDS[shard]), target_modules=list(made), **fields)
+    assert [factor.rank for factor in plan.factors] == [4, 4, 4]
+    assert_deltas(plan, part(made, SHARDS[shard]))
+
+
 @pytest.mark.parametrize("shard", SHARDS)
 def test_gate_and_up_in_one_matrix_for_each_expert(shard: str) -> None:
     made, tensors = hand(), {}

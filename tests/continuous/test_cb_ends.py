@@ -34,6 +34,23 @@ def test_disable_with_a_running_manager() -> None:
         assert output.generated_tokens == answer(tokens, None, 8), "the native continuous batching"
 
 
+def test_a_disable_that_fails_leaves_managers_as_they_are() -> None:
+    model = enabled(VERSIONS)
+    batch(model, INPUTS[:1], adapter_ids="sql", persistent_manager=True)
+    manager, head = model._cached_continuous_batching_manager, model.lm_head
+    model.lm_head = torch.nn.Identity()
+    with pytest.raises(ModelError, match="lm_head has been replaced"):
+        disable_multilora(model)
+    model.lm_head = head
+    assert model._cached_continuous_batching_manager is manager
+    output = batch(model, INPUTS[:1], adapter_ids="sql", persistent_manager=True)[0]
+    assert_answer(output, 0, 8)
+    disable_multilora(model)
+    assert not hasattr(model, "_cached_continuous_batching_manager")
+    with pytest.raises(ModelError, match="disabled"):
+        manager.start()
+
+
 @pytest.mark.parametrize("used", [False, True], ids=["never started", "stopped"])
 def test_a_manager_from_before_disable_serves_nothing(used: bool) -> None:
     """It belongs to what was undone, and does not bring any of it back."""

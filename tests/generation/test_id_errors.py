@@ -13,6 +13,7 @@ from models import FAMILIES, prompts
 from oracle import adapters
 from transformers import PreTrainedModel
 
+from hf_multilora import enable_multilora
 from hf_multilora.errors import AdapterNotFoundError, MultiLoraError, RoutingError, SlotError
 
 ROWS = 3
@@ -107,6 +108,17 @@ def test_both_spellings_at_once(model: PreTrainedModel) -> None:
     for call in (forward, generate):
         with pytest.raises((MultiLoraError, TypeError), match="adapter_names"):
             call(model, adapter_ids="r8", adapter_names="r3")
+
+
+def test_both_spellings_at_once_where_the_instance_has_methods_of_its_own() -> None:
+    base = FAMILIES["llama"].build()
+    base.forward, base.generate = base.forward, base.generate  # as accelerate puts a forward there
+    model = enable_multilora(base, max_lora_rank=64)
+    model.load_adapter(adapters()["r8"], adapter_name="r8")
+    for call in (model, model.forward, model.generate):
+        with pytest.raises(RoutingError, match="the same argument"):
+            call(**prompts(ROWS), adapter_ids="r8", adapter_names="r8")
+    assert torch.equal(*(model(**prompts(ROWS), **{name: "r8"}).logits for name in ("adapter_names", "adapter_ids")))
 
 
 def test_other_keyword_arguments_are_the_models_own(model: PreTrainedModel) -> None:

@@ -300,17 +300,6 @@ class TestReadAhead:
         assert [first().source for _, first in read_ahead(reads, remote=True)] == list("abcd")
         assert max(most) > 1
 
-    def test_later_calls_read_again(self) -> None:
-        reads: list[str] = []
-
-        def read() -> Loaded:
-            reads.append("x")
-            return self.loaded("x")
-
-        (_, first), *_ = read_ahead({"x": read})
-        assert first().read_ms is not None and reads == ["x"]
-        assert first().read_ms is None and reads == ["x", "x"]
-
     def test_no_more_than_a_few_ahead(self) -> None:
         begun: list[str] = []
 

@@ -99,6 +99,18 @@ def packed_for(layout: Layout, dtype: torch.dtype = torch.float32) -> list[Packe
     return [*found, compose([(found[0], 2.0), (found[0], -1.0), (found[1], 0.5)], layout, dtype, pin=False)]
 
 
+@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("order", [("wide", "head"), ("head", "wide")], ids=str)
+def test_one_a_of_a_split_layer_and_of_a_whole_one(order: tuple[str, str], part: int) -> None:
+    """They share it in the checkpoint, and store other rows of it."""
+    a = Ref("a", torch.randn(4, 20))
+    layout = layout_of(part, 2)
+    both = [Part(name, 0, "linear", 4, 0.5, a, Ref(name, torch.randn(WHOLE[name].out_features, 4))) for name in order]
+    packed = pack(both, layout, torch.float32, pin=False)
+    assert torch.equal(packed.factors(layout.site("wide").index)[0], a.tensor[part::2])
+    assert torch.equal(packed.factors(layout.site("head").index)[0], a.tensor)
+
+
 class Rank:
     """The slots and ops of one rank; of `parts` = 1 those of a model of one process."""
 
