@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bed import EXTRA, assert_own_columns, batch, enabled, folder_of, kinds, logits, reference
+from fidelity.bed import EXTRA, assert_own_columns, batch, enabled, folder_of, kinds, logits, reference
 from models import HIDDEN, VOCAB
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import bed
 import pytest
-from bed import NAMES, Kind, assert_own_columns, batch, enabled, logits, quietly, save, train, vocabulary
+from fidelity import bed
+from fidelity.bed import NAMES, Kind, assert_own_columns, batch, enabled, logits, quietly, save, train, vocabulary
 from models import VOCAB
 from oracle import relative_error, workspace
 from peft import BdLoraConfig, PeftModel

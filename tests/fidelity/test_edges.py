@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from bed import (
+from fidelity.bed import (
     EXTRA,
     LONG,
     assert_own_columns,
