@@ -1,6 +1,6 @@
 """The figures of the README and the docs, from the newest runs in benchmarks/results: nothing there is typed by hand.
 
-python benchmarks/tables.py --write     # puts them between the markers of both pages
+python benchmarks/tables.py --write     # puts them, and the missed goals, between the markers of the pages
 python benchmarks/tables.py             # prints them
 
 Figures that are compared stand in one run: each column of the decode table is one run, and so is each other table.
@@ -20,6 +20,8 @@ from hf_multilora.bench.workload import SHAPES
 HERE = Path(__file__).parent
 PAGES = tuple(HERE.parent / name for name in ("README.md", "docs/figures.md"))
 START, END = "<!-- figures: python benchmarks/tables.py --write -->", "<!-- end of figures -->"
+SPEED = HERE.parent / "docs/speed.md"
+MISSED, MISSED_END = "<!-- missed: python benchmarks/tables.py --write -->", "<!-- end of missed -->"
 ROWS = 32  # batch size of the decode table
 
 # (what the row is called, what the benchmark calls the case)
@@ -197,14 +199,14 @@ def other_runs(runs: list[Run], column: Column) -> str:
     """What earlier runs gave for the step that counts most: hosts differ, and most steps are bound by their host."""
     names = [column.names.get(mix, "") for mix in ("bare model", "32 adapters")]
     found = [[run.figures.get(name) for name in names] for run in runs if run is not column.run]
-    texts = [
-        f"{bare['value']:.1f} and {mixed['value']:.1f} ms, {mixed['ratio']:.2f} x"
-        for bare, mixed in found
-        if bare and mixed
-    ]
-    if column.title not in ("eager", "compiled") or not texts:
-        return ""
-    return f"Earlier runs, {column.title}, bare and with 32 adapters: {'; '.join(texts)}."
+    both = [[bare, mixed] for bare, mixed in found if bare and mixed]
+    return earlier(column.title, both) if column.title in ("eager", "compiled") and both else ""
+
+
+def earlier(title: str, steps: Iterable[list[dict[str, Any]]]) -> str:
+    """What earlier runs gave: of each a step of the bare model and one with 32 adapters."""
+    texts = [f"{bare['value']:.1f} and {mixed['value']:.1f} ms, {mixed['ratio']:.2f} x" for bare, mixed in steps]
+    return f"Earlier runs, {title}, bare and with 32 adapters: {'; '.join(texts)}."
 
 
 def batch_of_one(runs: list[Run]) -> str:
@@ -342,6 +344,11 @@ def ranks() -> list[str]:
         over = f"{row['ratio']:.2f} x" if row["ratio"] else ""
         spread = f"{min(row['all']):.1f} to {max(row['all']):.1f}" if row.get("all") else ""
         lines.append(f"| {title} | {row['value']:.1f} {row['unit']} | {spread} | {over} |")
+    for title, path in (("eager", "eager"), ("compiled", "static")):
+        names = [f"{path} decode over 2 ranks, {label}" for label in ("bare", "32 adapters")]
+        times = [[run.figures[name] for name in names] for run in found if all(name in run.figures for name in names)]
+        if times[:-1]:
+            lines += ["", earlier(title, times[:-1])]
     return ["\n".join(lines)]
 
 
@@ -385,17 +392,41 @@ def table() -> str:
     return "\n\n".join(parts)
 
 
+def missed() -> str:
+    """Every figure whose newest value misses its goal, by the names in the result files."""
+    folder = HERE / "results"
+    lines = ["| benchmark | figure | goal | newest run | |", "|---|---|---|---|---|"]
+    for benchmark in sorted({path.name.partition("-")[0] for path in folder.glob("*.json")}):
+        newest_rows = {what: (run, row) for run in read_runs(folder, benchmark) for what, row in run.figures.items()}
+        for what, (run, row) in newest_rows.items():
+            if row.get("missed"):
+                goals = [f"{row['goal']:g} {row['unit']}"] if row["goal"] is not None else []
+                goals += [f"{row['ratio_goal']:.3g} x"] if row["ratio_goal"] is not None else []
+                seen = [] if row["unit"] == "x" else [f"{row['value']:.4g} {row['unit']}"]
+                seen += [f"{row['ratio']:.3f} x"] if row["ratio"] is not None else []
+                cells = (benchmark, what, ", ".join(goals), ", ".join(seen), run.about["date"][:10])
+                lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def put(page: Path, block: str) -> None:
+    """The block in the place of what stands between its first and its last line in the page."""
+    lines = block.splitlines()
+    start, end = lines[0], lines[-1]
+    text = page.read_text()
+    page.write_text(text[: text.index(start)] + block + text[text.index(end) + len(end) :])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into the README and docs/figures.md")
-    block = f"{START}\n{table()}\n{END}"
+    parser.add_argument("--write", action="store_true", help="put the tables into the README and the docs")
+    blocks = f"{START}\n{table()}\n{END}", f"{MISSED}\n{missed()}\n{MISSED_END}"
     if not parser.parse_args().write:
-        print(block)
+        print("\n\n".join(blocks))
         return
     for page in PAGES:
-        text = page.read_text()
-        start, end = text.index(START), text.index(END) + len(END)
-        page.write_text(text[:start] + block + text[end:])
+        put(page, blocks[0])
+    put(SPEED, blocks[1])
 
 
 if __name__ == "__main__":

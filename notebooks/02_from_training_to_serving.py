@@ -146,7 +146,7 @@ loud
 figure, axes = plt.subplots(figsize=(5, 3))
 for name, run in {"cat": cat, "loud": loud}.items():
     axes.plot(run.steps, list(run.mean_losses.values()), marker="o", label=name)
-axes.set(xlabel="step", ylabel="loss of the wanted answer")
+axes.set(xlabel="step", ylabel="loss of the wanted answer", xticks=cat.steps)
 axes.legend()
 plt.show()
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 HAS_CUDA = torch.cuda.is_available()
+MANAGED = {"continuous", "generate_command", "server"}  # folders whose tests start and stop managers
 
 # Tiny models gain nothing from threads, and two processes with two threads each on two cores take ten times as long.
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -89,13 +90,16 @@ def demo_model() -> Path:
         pytest.skip(f"the demo's base model is not available: {error}")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _thawed_afterwards() -> Iterator[None]:
+    """Until here what `_quick_collections` left out stays so: managers stop when a module's fixtures end, too."""
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
-def _quick_collections(request: pytest.FixtureRequest) -> Iterator[None]:
+def _quick_collections(request: pytest.FixtureRequest) -> None:
     """Managers of continuous batching collect garbage when they stop: seconds, for all that has been imported by then.
     What is there before such a test is left out."""
-    managed = "continuous" in request.path.parts
-    if managed:
+    if not MANAGED.isdisjoint(request.path.parts):
         gc.freeze()
-    yield
-    if managed:
-        gc.unfreeze()

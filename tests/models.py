@@ -7,6 +7,7 @@ default of 0.02 the logits of so small a model are nearly flat, and an adapter t
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -175,6 +176,11 @@ def _draw(path: str, parameter: torch.Tensor, generator: torch.Generator) -> Non
         parameter.copy_(0.15 * noise)
     else:
         parameter.copy_(noise / math.sqrt(HIDDEN))
+
+
+def cache_argument(model: Any) -> str:
+    """What a forward calls its cache: `cache` since transformers 5.24, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def prompts(rows: int, *, side: str | None = "left", seed: int = 0, length: int = LENGTH) -> dict[str, torch.Tensor]:

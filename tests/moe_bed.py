@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import transformers as tf
 
+from hf_multilora import enable_multilora
+
 VOCAB, HIDDEN, INNER, EXPERTS, HEAD = 97, 40, 24, 5, 14
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -242,3 +244,45 @@ def _linear(adapter: Adapter) -> dict[str, torch.Tensor]:
             f"base_model.model.{path}.lora_B.weight": b.clone(),
         }
     return tensors
+
+
+# name -> (adapter, how its file is written)
+FORMATS = {"2-D": two_d, "3-D": three_d}
+ROWS: list[str | None] = ["3-D", None, "2-D", "shared outer", "attention", "all", None]
+
+
+@cache
+def adapters(family: str) -> dict[str, tuple[Adapter, Any]]:
+    beside = "3-D" if family in ("llama4", "gpt_oss") else "2-D"
+    found = {
+        "3-D": (made(family, 3, 1, "experts"), "3-D"),
+        "2-D": (made(family, 4, 2, "experts"), beside),
+        "shared outer": (made(family, 6, 3, "experts", shared=True), beside),
+        "attention": (made(family, 2, 4, "attention"), beside),
+        "all": (made(family, 5, 5, "experts", "attention", "router", "shared"), beside),
+    }
+    return {name: (adapter, FORMATS[how](family, adapter)) for name, (adapter, how) in found.items()}
+
+
+def enabled(family: str, implementation: str = "batched_mm", **options: Any) -> Any:
+    options = {"max_loras": 5, "max_lora_rank": 8, "slot_bytes": 4 << 20, **options}
+    model = enable_multilora(bare(family, implementation), **options)
+    for name, (_, (tensors, config)) in adapters(family).items():
+        model.multilora.load(dict(tensors), name, config=config)
+    return model
+
+
+@cache
+def batch(tokens: int, rows: int = len(ROWS)) -> dict[str, torch.Tensor]:
+    """Prompts, left-padded by different lengths."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(3, VOCAB, (rows, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : min(row % 3, tokens - 1)] = 0
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: int, **ids: Any) -> torch.Tensor:
+    return model(**batch(tokens), **ids).logits

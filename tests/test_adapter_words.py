@@ -190,11 +190,7 @@ def test_delete_adapter_unloads(model: PreTrainedModel) -> None:
 
 def test_a_deleted_default_never_becomes_the_base_silently(model: PreTrainedModel) -> None:
     model.set_adapter("r8")
-    try:
-        model.delete_adapter("r8")
-    except MultiLoraError:
-        assert_answers(model, "r8")
-        return
+    model.delete_adapter("r8")
     assert model.active_adapters() == []
 
 
@@ -212,7 +208,7 @@ def test_signatures_of_the_words(model: PreTrainedModel) -> None:
     for word in words.split():
         before = inspect.signature(getattr(bare, word)).parameters
         after = inspect.signature(getattr(model, word)).parameters
-        assert list(before) == list(after)[: len(before)] or set(before) <= set(after), word
+        assert list(before) == list(after)[: len(before)], word
 
 
 def test_adapter_names_is_a_synonym(model: PreTrainedModel) -> None:

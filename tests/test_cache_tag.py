@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from enabled import enabled, in_use
-from models import FAMILIES, prompts
+from models import FAMILIES, cache_argument, prompts
 from oracle import MIX, Id, adapters
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, StaticCache
 
@@ -18,8 +17,7 @@ from hf_multilora.errors import CacheMismatchError, MultiLoraError
 
 ROWS = 3
 IDS: list[Id] = ["r8", None, MIX]
-# transformers 5.24 calls the argument `cache`, before that it was `past_key_values`.
-CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+CACHE = cache_argument(LlamaForCausalLM)
 
 
 @pytest.fixture

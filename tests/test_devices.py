@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from models import FAMILIES, prompts
-from test_moe import ROWS as MOE_ROWS
-from test_moe import enabled as enabled_moe
-from test_moe import logits as moe_logits
+from moe_bed import ROWS as MOE_ROWS
+from moe_bed import enabled as enabled_moe
+from moe_bed import logits as moe_logits
 from test_offload import IDS, OPTIONS, folders, saved_and_moved
 from transformers import PreTrainedModel
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, LogitsProcessor
 from transformers.pytorch_utils import Conv1D
 
 import hf_multilora
-from hf_multilora import MultiLora, MultiLoraConfig, disable_multilora, enable_multilora
+from hf_multilora import MultiLoraConfig, disable_multilora, enable_multilora
 from hf_multilora.errors import AdapterMatchError, ConfigError, ModelError, MultiLoraError, SlotError
 
 IDS: list[Id] = ["r8", None, "r3"]
@@ -332,29 +332,21 @@ def test_shipped_weights_of_an_offloaded_model(order: str) -> None:
 
 
 def test_training_mode() -> None:
-    """With dropout and gradients on there is no serving: an error at enable, or at the first call with ids."""
+    """With dropout and gradients on there is no serving: an error that says what to do instead."""
     model = FAMILIES["llama"].build().train()
     with pytest.raises(ModelError, match="eval"):
         enable_multilora(model)
-        model.load_adapter(adapters()["r8"], adapter_name="r8")
-        model(**prompts(3), adapter_ids="r8")
-    if isinstance(getattr(model, "multilora", None), MultiLora):
-        with pytest.raises(ModelError, match="eval"):
-            model.generate(**prompts(3), max_new_tokens=1, adapter_ids="r8")
-        model.eval()
-        assert relative_error(logits(model, adapter_ids="r8"), logits(alone("llama", "r8"))) <= 1e-5
+    assert not hasattr(model, "multilora")
+    enable_multilora(model.eval()).load_adapter(adapters()["r8"], adapter_name="r8")
+    assert relative_error(logits(model, adapter_ids="r8"), logits(alone("llama", "r8"))) <= 1e-5
 
 
 def test_training_mode_afterwards() -> None:
-    """Dropout and gradients with other people's adapters in the batch: an error, or answers as in eval mode."""
+    """Dropout and gradients with other people's adapters in the batch: an error."""
     model = enabled("llama", ["r8", "r3"])
     model.train()
-    try:
-        got = model(**prompts(3), adapter_ids=IDS).logits
-    except MultiLoraError:
-        pass
-    else:
-        assert relative_error(got, rows_of("llama", IDS, logits)) <= 1e-5
+    with pytest.raises(ModelError, match="eval"):
+        model(**prompts(3), adapter_ids=IDS)
     model.eval()
     assert_right(model)
 
@@ -371,19 +363,14 @@ def test_resizing_the_vocabulary_afterwards() -> None:
 
 
 def test_peft_layers_added_afterwards() -> None:
-    """PEFT would put layers of its own around the wrappers: an error that says so, or both work and come off again."""
+    """PEFT puts layers of its own around the wrappers: both work, and come off again."""
     model = enabled("llama", ["r8", "r3"])
     config = LoraConfig(target_modules=["q_proj"], init_lora_weights=True)  # B is zero: PEFT's layer adds nothing
-    try:
-        peft_model = get_peft_model(model, config).eval()
-        got = logits(peft_model, adapter_ids=IDS)
-    except MultiLoraError as error:
-        assert "PEFT" in str(error)
-    else:
-        assert relative_error(got, rows_of("llama", IDS, logits)) <= 1e-5
-        with pytest.raises(ModelError, match="PEFT"):
-            disable_multilora(model)
-        peft_model.unload()
+    peft_model = get_peft_model(model, config).eval()
+    assert relative_error(logits(peft_model, adapter_ids=IDS), rows_of("llama", IDS, logits)) <= 1e-5
+    with pytest.raises(ModelError, match="PEFT"):
+        disable_multilora(model)
+    peft_model.unload()
     assert_right(model)
     disable_multilora(model)
     assert type(model.model.layers[0].self_attn.q_proj) is torch.nn.Linear
@@ -404,15 +391,11 @@ def replace_embedding(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize(("replace", "adapter"), [(replace_head, "r33"), (replace_embedding, "r3")])
 def test_a_layer_replaced_afterwards(replace: Callable[[PreTrainedModel], None], adapter: str) -> None:
-    """The new layer knows no adapters: an error, at once or when an adapter that trained it is named; not the base."""
+    """The new layer knows no adapters: an error when an adapter that trained it is named; not the base."""
     model = enabled("llama", ["r8", adapter])
-    want = logits(alone("llama", adapter))
-    try:
-        replace(model)
-        got = logits(model, adapter_ids=adapter)
-    except ModelError:
-        return
-    assert relative_error(got, want) <= 1e-5, "the adapter was applied in part, without a word"
+    replace(model)
+    with pytest.raises(ModelError, match="has been replaced by a .* since enable_multilora"):
+        logits(model, adapter_ids=adapter)
 
 
 class Failing(LogitsProcessor):
@@ -570,15 +553,11 @@ def test_estimate_of_an_enabled_model() -> None:
 
 
 def test_positional_embeddings(tmp_path: Path) -> None:
-    """A table of positions is read once for all rows where nothing is padded: served per row, or refused by name."""
+    """A table of positions is read once for all rows where nothing is padded; adapters on it are served by row."""
     base = FAMILIES["gpt2"].build()
     folder = make_adapter(base, tmp_path, 51, r=4, target_modules=["wpe", "attn.c_attn"])
     model = enabled("gpt2", ["r8", "r3"])
-    try:
-        model.load_adapter(folder, adapter_name="positions")
-    except MultiLoraError as error:
-        assert "wpe" in str(error)
-        return
+    model.load_adapter(folder, adapter_name="positions")
     reference = load_peft(base, folder)
     ids = ["positions", None, "r8"]
     for inputs in (prompts(3), {"input_ids": prompts(3, side=None)["input_ids"]}):

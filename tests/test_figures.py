@@ -30,6 +30,14 @@ def test_the_pages_show_the_result_files(scripts):
         assert block in page.read_text(), f"{page.name}: run python benchmarks/tables.py --write"
 
 
+def test_every_missed_goal_is_told(scripts):
+    """A goal that the newest run of a figure misses is named on the page that promises so."""
+    tables = scripts("tables")
+    page, block = tables.SPEED.read_text(), f"{tables.MISSED}\n{tables.missed()}\n{tables.MISSED_END}"
+    assert block in page, "run python benchmarks/tables.py --write"
+    assert "| memory | bring an adapter into a slot (wall, with eviction) | 1.7 ms | 1.909 ms, 1.221 x |" in page
+
+
 ABOUT = {"device": "NVIDIA H200", "cuda": "13.0", "torch": "2.11.0", "transformers": "5.17.0"}
 SHAPE = {"shape": "8B", "layers": None, "model": None}
 
@@ -119,6 +127,26 @@ def test_continuous_batching_is_one_run_a_group(scripts, results):
     assert "| bare model | 900 | 810 to 1080 | 1.00 x | 98 |" in lines
     assert "| 32 slots, 32 adapters | 855 | 770 to 1026 | 0.95 x | 98 |" in lines
     assert [line for line in lines if "bare model, graphs" in line] and not any("| 500 |" in line for line in lines)
+
+
+def test_missed_goals_are_those_of_the_newest_runs(scripts, results):
+    missed = {"missed": True, "goal": None, "ratio_goal": 1.15}
+    for date, figure in (("2026-11-05", {"ratio": 1.4, **missed}), ("2026-11-06", {"ratio": 1.2, **missed})):
+        write(results, "tp", date, {"a step": {"value": 12.0, **figure}, "slower": {"value": 9.0}})
+    write(results, "tp", "2026-11-04", {"slower": {"value": 99.0, "ratio": 9.0, **missed}})
+    assert scripts("tables").missed().splitlines()[2:] == ["| tp | a step | 1.15 x | 12 ms, 1.200 x | 2026-11-06 |"]
+
+
+def test_earlier_runs_of_two_ranks_are_told(scripts, results):
+    for date, ratio in (("2026-11-05", 1.4), ("2026-11-06", 1.2)):
+        steps = {
+            "static decode over 2 ranks, bare": {"value": 10.0, "ratio": 1.0},
+            "static decode over 2 ranks, 32 adapters": {"value": 10.0 * ratio, "ratio": ratio},
+        }
+        write(results, "tp", date, steps)
+    lines = scripts("tables").table().splitlines()
+    assert "| compiled decode, 32 adapters | 12.0 ms | 10.8 to 14.4 | 1.20 x |" in lines
+    assert "Earlier runs, compiled, bare and with 32 adapters: 10.0 and 14.0 ms, 1.40 x." in lines
 
 
 def test_plots_draw_the_same_figures(scripts, results):

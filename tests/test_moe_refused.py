@@ -12,9 +12,8 @@ import accelerate
 import pytest
 import torch
 import transformers as tf
-from moe_bed import HIDDEN, VOCAB, bare, merged, three_d
+from moe_bed import HIDDEN, ROWS, VOCAB, adapters, bare, enabled, logits, merged, three_d
 from safetensors.torch import save_file
-from test_moe import ROWS, adapters, enabled, logits
 from torch import nn
 from transformers.integrations import moe
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward

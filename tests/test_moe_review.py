@@ -11,9 +11,8 @@ import peft
 import pytest
 import torch
 import transformers as tf
-from moe_bed import EXPERTS, HIDDEN, INNER, VOCAB, bare, made, merged, three_d
+from moe_bed import EXPERTS, HIDDEN, INNER, ROWS, VOCAB, adapters, bare, batch, enabled, logits, made, merged, three_d
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
-from test_moe import ROWS, adapters, batch, enabled, logits
 
 from hf_multilora import disable_multilora, enable_multilora
 from hf_multilora.errors import RoutingError

@@ -16,12 +16,12 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 from models import FAMILIES, prompts
+from moe_bed import ROWS as MOE_ROWS
+from moe_bed import adapters as moe_adapters
+from moe_bed import bare as bare_moe
+from moe_bed import enabled as enabled_moe
+from moe_bed import logits as moe_logits
 from oracle import adapters, make_adapter, workspace
-from test_moe import ROWS as MOE_ROWS
-from test_moe import adapters as moe_adapters
-from test_moe import bare as bare_moe
-from test_moe import enabled as enabled_moe
-from test_moe import logits as moe_logits
 from transformers import PreTrainedModel
 
 from hf_multilora import disable_multilora, enable_multilora

@@ -55,6 +55,18 @@ def test_everything_that_tests_docs_and_demo_install_is_pinned():
                 assert name == "hf-multilora" or name in known, f"{name} is not in constraints.txt"
 
 
+def test_the_design_lists_modules_in_the_order_of_their_imports():
+    """docs/design.md says that each imports what stands above it, the contract that each imports what is below."""
+    contract = re.search(r"^layers = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    layers = [set(re.findall(r"\w+", layer)) for layer in re.findall(r'"(.+)"', contract[1])][::-1]
+    block = (ROOT / "docs" / "design.md").read_text().partition("```\nhf_multilora/\n")[2].partition("```")[0]
+    starts = [re.match(r"  ((?:\w+(?:\.py|/) ?)+)", line) for line in block.splitlines()]
+    listed = [name for start in starts if start for name in re.findall(r"\w+(?=\.py|/)", start[1])]
+    places = [next(i for i, layer in enumerate(layers) if name in layer) for name in listed]
+    assert places == sorted(places)
+    assert set(listed) == set().union(*layers) - {"_version"} and len(listed) == len(set(listed))
+
+
 def test_pins_are_exact_and_plain():
     for r in pins().values():
         assert re.fullmatch(r"==[\w.]+", str(r.specifier)), f"{r}: a pin without local version is expected"

@@ -210,17 +210,12 @@ def test_disabled_adapters_of_peft() -> None:
 
 
 def test_more_of_them_than_host_memory_may_hold() -> None:
-    """max_cpu_loras bounds what the LRU may drop. An error that names it and changes nothing, or all serve."""
+    """max_cpu_loras bounds what the LRU may drop, not these: an error that names it and changes nothing."""
     theirs = peft_model("llama", "r8", "r16", "r1")
     want = logits(theirs)
-    try:
-        model = enable_multilora(theirs, max_loras=1, max_cpu_loras=2)
-    except MultiLoraError as error:
-        assert "max_cpu_loras" in str(error)
-        assert torch.equal(logits(theirs), want)
-    else:
-        for adapter in ("r8", "r16", "r1", "r8"):
-            assert relative_error(logits(model, adapter_ids=adapter), logits(alone("llama", adapter))) <= 1e-5
+    with pytest.raises(MultiLoraError, match="max_cpu_loras"):
+        enable_multilora(theirs, max_loras=1, max_cpu_loras=2)
+    assert torch.equal(logits(theirs), want)
 
 
 def test_unknown_names_still_raise() -> None:

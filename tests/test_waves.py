@@ -104,23 +104,12 @@ def test_padding_between_waves(narrow: PreTrainedModel, side: str) -> None:
 
 
 @pytest.mark.parametrize("beams", [1, 2])
-def test_dict_results(narrow: PreTrainedModel, wide: PreTrainedModel, beams: int) -> None:
-    """Put together as one batch would have it, or an error that says what to raise max_loras to."""
+def test_dict_results(narrow: PreTrainedModel, beams: int) -> None:
+    """Their scores and caches are those of one batch: an error that says what to raise max_loras to."""
     inputs = prompts(len(IDS), seed=32)
     options = {**GREEDY, "num_beams": beams, "return_dict_in_generate": True, "output_scores": True}
-    want = wide.generate(**inputs, **options, adapter_ids=IDS)
-    try:
-        got = narrow.generate(**inputs, **options, adapter_ids=IDS)
-    except SlotError as error:
-        assert "max_loras" in str(error) and "7" in str(error)
-        return
-    assert type(got) is type(want)
-    assert torch.equal(got.sequences, want.sequences)
-    assert len(got.scores) == len(want.scores)
-    for one, other in zip(got.scores, want.scores, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
-    if beams > 1:
-        torch.testing.assert_close(got.sequences_scores, want.sequences_scores, rtol=1e-4, atol=1e-4)
+    with pytest.raises(SlotError, match="return_dict_in_generate .* max_loras=7"):
+        narrow.generate(**inputs, **options, adapter_ids=IDS)
 
 
 def test_seeded_sampling_repeats(narrow: PreTrainedModel) -> None:
@@ -166,20 +155,15 @@ def test_positional_prompt_and_no_mask(narrow: PreTrainedModel) -> None:
 
 
 def test_what_counts_rows_sees_the_callers_rows(narrow: PreTrainedModel) -> None:
-    """prefix_allowed_tokens_fn is told the prompt's number: its number in the whole batch, or an error."""
+    """prefix_allowed_tokens_fn is told the prompt's number, which waves would change: an error."""
     inputs = prompts(len(IDS), seed=40)
 
     def allowed(row: int, tokens: torch.Tensor) -> list[int]:
         return list(range(10 * row + 1, 10 * row + 8))
 
     options = {**GREEDY, "prefix_allowed_tokens_fn": allowed}
-    want = rows_of("llama", IDS, lambda ref: ref.generate(**inputs, **options))
-    try:
-        got = narrow.generate(**inputs, **options, adapter_ids=IDS)
-    except SlotError as error:
-        assert "max_loras" in str(error)
-    else:
-        assert torch.equal(got, want)
+    with pytest.raises(SlotError, match="prefix_allowed_tokens_fn .* max_loras=7"):
+        narrow.generate(**inputs, **options, adapter_ids=IDS)
 
 
 class Silent(BaseStreamer):

@@ -1,7 +1,7 @@
-"""The configs met in public (tests/data/wild_configs), each with what its manifest expects of it.
+"""The configs met in public (tests/data/wild_configs), each with a case here: what is loaded, or the error by name.
 
-`expect` speaks of the finished library. Where it asks for a feature that is not served yet, the adapter must be
-refused by name, never loaded as something else. Tensors are made for the modules that PEFT itself would have wrapped.
+An adapter that asks for what is not served must be refused, never loaded as something else. Tensors are made for the
+modules that PEFT itself would have wrapped.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cb_bed import batch, enabled, prompt
+from continuous.cb_bed import batch, enabled, prompt
 
 
 def test_requests_that_waited_for_a_slot_speak_for_more():

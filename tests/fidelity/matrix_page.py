@@ -21,7 +21,7 @@ import oracle  # noqa: E402
 import test_classification  # noqa: E402
 import test_combinations  # noqa: E402
 import test_matrix  # noqa: E402
-from bed import NAMES  # noqa: E402
+from fidelity.bed import NAMES  # noqa: E402
 
 TITLES = {
     "llama": "Llama", "llama_tied": "Llama, tied", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral",

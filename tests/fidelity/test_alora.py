@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bed import INVOCATION, batch, build, enabled, folder_of, kinds, logits, reference, wanted
+from fidelity.bed import INVOCATION, batch, build, enabled, folder_of, kinds, logits, reference, wanted
 from models import LENGTH, VOCAB
 from oracle import assert_row
 from peft.tuners.lora import LoraLayer

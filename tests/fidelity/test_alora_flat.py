@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bed import INVOCATION, logits, perturb, quietly
+from fidelity.bed import INVOCATION, logits, perturb, quietly
 from models import FAMILIES, LENGTH, VOCAB, prompts
 from oracle import relative_error
 from peft import LoraConfig, get_peft_model

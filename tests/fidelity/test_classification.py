@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bed import CLASSIFIERS, LABELS, assert_own_columns, batch, enabled, kinds, logits, reference, wanted
+from fidelity.bed import CLASSIFIERS, LABELS, assert_own_columns, batch, enabled, kinds, logits, reference, wanted
 from oracle import relative_error
 from transformers import PreTrainedModel
 

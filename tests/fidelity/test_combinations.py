@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import bed
 import pytest
-from bed import NAMES, Kind, assert_own_columns, batch, enabled, logits, quietly, save, train, vocabulary
+from fidelity import bed
+from fidelity.bed import NAMES, Kind, assert_own_columns, batch, enabled, logits, quietly, save, train, vocabulary
 from models import VOCAB
 from oracle import relative_error, workspace
 from peft import BdLoraConfig, PeftModel
@@ -177,21 +177,12 @@ def test_alora_that_saves_modules_is_refused_by_name() -> None:
 
 
 def test_alora_with_biases() -> None:
-    """PEFT replaces the base's biases for every token, also before the invocation: the same, or refused by name."""
+    """PEFT replaces the base's biases for every token, also before the invocation: refused by name."""
     options = {"r": 4, "target_modules": ["q_proj"], "alora_invocation_tokens": [5], "bias": "all"}
     kind = Kind(options)
     folder = save(train("qwen2", kind, 1), workspace() / "combinations" / "alora_bias", kind)
-    model = enabled("qwen2")
-    try:
-        model.load_adapter(folder, adapter_name="a")
-    except UnsupportedAdapterError as error:
-        assert "aLoRA" in str(error)
-        return
-    own = quietly(PeftModel.from_pretrained, kind.base("qwen2"), folder).eval()
-    inputs = bed.prompts_of([kind, kind])
-    got, want = logits(model, inputs, adapter_ids="a"), logits(own, inputs)
-    for row in range(2):
-        assert_own_columns(got[row], want[row], "a", "")
+    with pytest.raises(UnsupportedAdapterError, match="aLoRA"):
+        enabled("qwen2").load_adapter(folder, adapter_name="a")
 
 
 def test_batches_hold_what_they_should() -> None:

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from bed import (
+from fidelity.bed import (
     EXTRA,
     LONG,
-    Kind,
     assert_own_columns,
     batch,
     build,
@@ -32,7 +31,7 @@ from bed import (
 )
 from models import _COMMON, _LLAMA, HIDDEN, INNER, LENGTH, PAD, VOCAB, _draw, prompts
 from oracle import relative_error
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -466,8 +465,3 @@ def test_the_report_names_every_tensor() -> None:
             assert any("monteclora" in name for name in report.ignored)
         if kind == "pissa":
             assert report.rank == 8 and report.converted
-
-
-def test_kind_options_are_peft_s() -> None:
-    assert all(isinstance(kind, Kind) for kind in kinds("llama").values())
-    assert quietly(PeftModel.from_pretrained, build("llama"), folder_of("llama", "dora")) is not None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from bed import VOCAB, assert_own_columns, batch, enabled, kinds, known, logits, reference, wanted
+from fidelity.bed import VOCAB, assert_own_columns, batch, enabled, kinds, known, logits, reference, wanted
 from oracle import TOLERANCE, relative_error
 
 DEVICE = os.environ.get("HF_MULTILORA_GPU_TESTS_ON", "cuda")

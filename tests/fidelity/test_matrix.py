@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from bed import (
+from fidelity.bed import (
     CAUSAL,
     NAMES,
     assert_own_columns,

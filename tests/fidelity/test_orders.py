@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bed import batch, build, enabled, folder_of, kinds, known, logits, reference, vocabulary
+from fidelity.bed import batch, build, enabled, folder_of, kinds, known, logits, reference, vocabulary
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import VOCAB

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bed import (
+from fidelity.bed import (
     EXTRA,
     Kind,
     assert_own_columns,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from bed import (
+from fidelity.bed import (
     INVOCATION,
     NAMES,
     Kind,

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from bulk_bed import SMALL, build, tokenizer, write_adapter
-from collections_spared import quick_collections  # noqa: F401
 
 from hf_multilora.cli import main
 

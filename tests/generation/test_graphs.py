@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import random
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from enabled import in_use, seeded
-from models import FAMILIES, VOCAB, prompts
+from models import FAMILIES, VOCAB, cache_argument, prompts
 from oracle import MIX, Id, adapters, rows_of
 from recorded import Recorder, emulated
 from transformers import CompileConfig, PreTrainedModel, StaticCache
@@ -199,7 +198,7 @@ def test_a_cache_of_the_user() -> None:
     """The same cache, reset and used again: its tensors are where they were, and so is the graph."""
     model, inputs = build(), prompts(3, side=None)
     cache = StaticCache(config=model.config, max_cache_len=24)
-    key = _cache_argument(model)
+    key = cache_argument(model)
     options = {"max_new_tokens": NEW, "do_sample": False, "compile_config": everywhere()}
     for ids in (["r8", None, "r3"], ["r3", "r64", None]):
         got = model.generate(**inputs, **options, **{key: cache}, adapter_ids=ids)
@@ -210,10 +209,6 @@ def test_a_cache_of_the_user() -> None:
     gc.collect()
     decode(model, prompts(2))
     assert len(model.multilora.graphs) == 1, "its graph went with it"
-
-
-def _cache_argument(model: Any) -> str:
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def test_a_returned_cache_is_not_written_again() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
-from models import FAMILIES
+from models import FAMILIES, cache_argument
 from transformers import StaticCache
 
 from hf_multilora.generation import kept_caches
@@ -18,13 +17,9 @@ def new_cache(model: Any, length: int = 16) -> Any:
     return StaticCache(config=model.config, max_cache_len=length)
 
 
-def _argument(model: Any) -> str:
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 def fill(model: Any, cache: Any, rows: int = 2) -> None:
     with torch.no_grad():
-        model(torch.ones(rows, 3, dtype=torch.long), **{_argument(model): cache})
+        model(torch.ones(rows, 3, dtype=torch.long), **{cache_argument(model): cache})
 
 
 def test_tensors_go_from_cache_to_cache() -> None:

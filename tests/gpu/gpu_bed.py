@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -178,3 +178,12 @@ def error(value: torch.Tensor, reference: torch.Tensor) -> float:
 def exact_logits(name: str | None, dtype: torch.dtype, tokens: int, padded: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """What `prefill_and_step` gives for this adapter alone: merged weights, fp32, CPU."""
     return prefill_and_step(oracle(name, dtype), inputs(tokens, padded=padded, device="cpu"))
+
+
+@pytest.fixture
+def whole_fp32() -> Iterator[None]:
+    """No TF32 in matrix products."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)

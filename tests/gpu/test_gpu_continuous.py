@@ -12,11 +12,11 @@ import torch
 from continuous.cb_bed import assert_answer, batch, batching, enabled, greedy, load, poisoned, prompt
 from continuous.cb_run import Results, counted, running
 from continuous.cb_soak import soak
-from gpu_bed import CUDA, DEVICE, MARKS
+from gpu_bed import CUDA, DEVICE, MARKS, whole_fp32  # noqa: F401
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestStatus
 
-pytestmark = [*MARKS, pytest.mark.timeout(400)]
+pytestmark = [*MARKS, pytest.mark.timeout(400), pytest.mark.usefixtures("whole_fp32")]
 
 WAYS = [
     pytest.param({"use_cuda_graph": graphs, "use_async_batching": ahead}, id=f"graphs={graphs}-async={ahead}")
@@ -27,14 +27,6 @@ WAYS = [
 INPUTS = [prompt(4 + 3 * i, seed=i) for i in range(8)]
 IDS: list[Any] = ["a", None, "b", {"a": 0.7, "c": -0.5}, "c", "a", None, "b"]
 SOURCES: list[Any] = [0, None, 1, ((0, 0.7), (2, -0.5)), 2, 0, None, 1]
-
-
-@pytest.fixture(autouse=True)
-def _whole_fp32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("way", WAYS)

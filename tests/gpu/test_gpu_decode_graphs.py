@@ -8,22 +8,15 @@ import pytest
 import torch
 from continuous.cb_bed import assert_answer, batching, enabled, greedy, prompt
 from continuous.cb_run import Results, running
+from gpu_bed import whole_fp32  # noqa: F401
 from transformers import ContinuousBatchingConfig
 
 from hf_multilora.generation.continuous.forwards import Graphs
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("whole_fp32")]
 
 IDS: list[Any] = ["a", None, "b", "c", "a", None, "b"]
 SOURCES: list[Any] = [0, None, 1, 2, 0, None, 1]
-
-
-@pytest.fixture(autouse=True)
-def _whole_fp32():
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)
 
 
 def config() -> ContinuousBatchingConfig:

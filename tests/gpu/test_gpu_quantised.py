@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
-from gpu_bed import DEVICE, MARKS
+from gpu_bed import DEVICE, MARKS, whole_fp32
 from quant import quant_bed
 from quant.quant_bed import KINDS, Kind
 from quant.test_quantised import in_context, test_dequantised, test_dora, test_mixed
 
-__all__ = ["in_context", "test_dequantised", "test_dora", "test_mixed"]
+__all__ = ["in_context", "test_dequantised", "test_dora", "test_mixed", "whole_fp32"]
 pytestmark = MARKS
 
 REAL = ["bnb4", "bnb8", "ao_int8", "ao_int8_dynamic", "ao_fp8", "ct_w4", "ct_int8", "ct_fp8", "bitnet", "gguf"]
@@ -23,9 +20,5 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 
 @pytest.fixture(autouse=True)
-def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_device(monkeypatch: pytest.MonkeyPatch, whole_fp32: None) -> None:
     monkeypatch.setattr(quant_bed, "DEVICE", DEVICE)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    yield
-    torch.set_float32_matmul_precision(before)

@@ -10,17 +10,11 @@ from contextlib import closing
 
 import pytest
 from memory_bed import Files, block, holds, in_host, resident, store_of
+from waits import until
 
 from hf_multilora.errors import SlotError
 from hf_multilora.memory.ahead import read_ahead
 from hf_multilora.memory.registry import Loaded
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end, "never came true"
-        time.sleep(0.002)
 
 
 def nobody_reads() -> bool:

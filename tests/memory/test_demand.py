@@ -10,6 +10,7 @@ import pytest
 from enabled import enabled
 from models import prompts
 from transformers import PreTrainedModel
+from waits import until
 
 from hf_multilora.demand import ENOUGH
 from hf_multilora.errors import SlotError
@@ -70,10 +71,10 @@ def test_calls_at_the_same_time() -> None:
     with store.acquire(NAMES[:2]):
         for thread in threads:
             thread.start()
-        while len(store._line.tickets) < 2:
-            pass
+        until(lambda: len(store._line.tickets) == 2)
     for thread in threads:
-        thread.join()
+        thread.join(60)
+        assert not thread.is_alive()
     assert suggested(model) == 4
     with store.acquire(NAMES[:2]):  # whoever has left is not counted again
         assert suggested(model) == 4

@@ -34,7 +34,6 @@ WHOLE = {
     "down": Target("down", "linear", 24, 20),
     "head": Target("head", "linear", 20, 7),
 }
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def shard_of(name: str, part: int, parts: int) -> Shard | None:

@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 import torch
 from memory_bed import Files, block, holds, in_host, resident, store_of
+from waits import until
 
 from hf_multilora.errors import AdapterNotFoundError, SlotError
 from hf_multilora.memory.registry import Loaded
@@ -39,13 +40,6 @@ class Run(threading.Thread):
         if self.error is not None:
             raise self.error
         return self.result
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.001)
 
 
 def waiting(store) -> int:

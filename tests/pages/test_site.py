@@ -68,4 +68,5 @@ def test_pages_are_found_by_searching(site: Path) -> None:
 def test_pictures_are_there(site: Path) -> None:
     for path in site.rglob("*.html"):
         for source in re.findall(r'<img[^>]+src="([^":]+)"', path.read_text(encoding="utf-8")):
+            source = source.partition("#")[0]  # which says for which palette a picture is
             assert (path.parent / source).resolve().is_file(), f"{path}: {source}"

@@ -20,6 +20,7 @@ from quant.quant_bed import (
     weight_of,
     with_delta,
 )
+from torch._dynamo.exc import TorchDynamoException
 
 from hf_multilora import disable_multilora
 from hf_multilora.errors import UnsupportedAdapterError
@@ -159,3 +160,15 @@ def test_compiled(kind: Kind) -> None:
     torch.compiler.reset()
     for row in range(len(IDS)):
         assert relative(got[row], want[row]) <= kind.tolerance
+
+
+def test_no_graph_of_the_bare_model_either(kind: Kind) -> None:
+    if kind.compiles is not False:
+        pytest.skip("a graph, or none to compare")
+    for model in (kind.build(), enabled(kind.build(), LORA)):
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        # BitLinear's context keeps Dynamo from trying.
+        with torch.compiler.set_stance("default"), pytest.raises(TorchDynamoException):
+            logits(compiled)
+    torch.compiler.reset()

@@ -8,7 +8,6 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from collections_spared import quick_collections  # noqa: E402, F401
 from server_bed import Running, engine, write  # noqa: E402
 
 from hf_multilora.server import Settings  # noqa: E402

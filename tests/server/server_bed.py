@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -17,11 +15,12 @@ import uvicorn
 from tiny_files import LENGTH, VOCAB, alone, build, chat_prompt, tokenizer, version
 from tiny_files import write_adapter as write
 from transformers import LlamaForCausalLM
+from waits import until
 
 from hf_multilora import enable_multilora
 from hf_multilora.server import Engine, Settings, create_app
 
-__all__ = ["LENGTH", "VOCAB", "alone", "build", "chat_prompt", "tokenizer", "version", "write"]
+__all__ = ["LENGTH", "VOCAB", "alone", "build", "chat_prompt", "tokenizer", "until", "version", "write"]
 
 WAIT_S = 60.0
 BASE = "tiny"
@@ -118,14 +117,6 @@ class Running:
         self.server.should_exit = True
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive(), "the server did not stop"
-
-
-def until(happened: Callable[[], Any], wait_s: float = WAIT_S) -> None:
-    """Wait for something, and fail where it does not come."""
-    end = time.monotonic() + wait_s
-    while not happened():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
 
 
 def assert_error(response: httpx.Response, status: int, code: str | None = None, *words: str) -> dict[str, Any]:
