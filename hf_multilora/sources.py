@@ -92,7 +92,7 @@ def _weight_is_read(parent_type: type[Any], name: str) -> bool:
         return False
     pattern = re.compile(_WEIGHT_USED.format(name=re.escape(name)))
     starts = ("__init__", "_init_weights", "reset_parameters")
-    return any(pattern.search(source) for method, source in _sources(parent_type).items() if method not in starts)
+    return any(pattern.search(source) for method, source in _sources(parent_type).items() if method not in starts)  # type: ignore[arg-type]
 
 
 @functools.cache
@@ -123,14 +123,14 @@ _TURNED = re.compile(
 def turned(parent: nn.Module) -> str | None:
     """Why the modules in this one are given the sequence first, as its own source shows, or None."""
     owner: type[Any] = type(parent)
-    return f"{owner.__name__} puts the sequence first" if _turns_around(owner) else None
+    return f"{owner.__name__} puts the sequence first" if _turns_around(owner) else None  # type: ignore[arg-type]
 
 
 @functools.cache
 def _turns_around(owner: type[Any]) -> bool:
     if owner.__module__.startswith("torch."):
         return False
-    return any(_TURNED.search(source) for name, source in _sources(owner).items() if "init" not in name)
+    return any(_TURNED.search(source) for name, source in _sources(owner).items() if "init" not in name)  # type: ignore[arg-type]
 
 
 def slices(model: PreTrainedModel, parent: nn.Module, name: str, out: int) -> tuple[tuple[str, int], ...]:
