@@ -34,8 +34,8 @@ class Comparison(Shown):
             the whole path.
         steps: the number in each name, 0 for the base, None where there is none.
         prompts: as text (chats as their last message).
-        answers: [checkpoint][prompt].
-        losses: [checkpoint][prompt], nats a token of the reference after the prompt; None without references.
+        answers: `[checkpoint][prompt]`.
+        losses: `[checkpoint][prompt]`, nats a token of the reference after the prompt; None without references.
     """
 
     checkpoints: list[str]
