@@ -69,7 +69,7 @@ def check_intact(
                 setattr(parent, name, wrappers[path])
             elif present is not wrappers[path] and not (wrapped and _holds(present, wrappers[path])):
                 raise ModelError(
-                    f"{path} has been replaced (by {type(present).__name__}) since enable_multilora, so that adapters "
+                    f"{path} has been replaced by a {type(present).__name__} since enable_multilora, so that adapters "
                     "cannot reach it. Remove what was put there (PEFT layers, for example), or call "
                     "disable_multilora(model) before a change and enable_multilora(model) after it."
                 )
