@@ -58,6 +58,7 @@ def survey(model: PreTrainedModel, config: MultiLoraConfig) -> Survey:
 
     Raises:
         ConfigError: `target_modules` selects nothing, or selects a layer that cannot carry an adapter.
+        ModelError: no layer of the model can carry one.
     """
     found: dict[str, Found] = {}
     refused: dict[str, str] = {}

@@ -1,8 +1,9 @@
 """Wrapper of blocks of experts: stacked weights of which each token uses a few.
 
-The base's part is computed as the bare model would, by the implementation that its config names (generate() swaps
-grouped products for batched ones while it decodes); the delta of gate and up comes before the activation, that of down
-before the router's weights. A block whose tokens have no adapter on it runs the base's own forward.
+The base's part is computed with transformers' own products: batched ones where the config names `batched_mm` at that
+moment (generate() puts it in place of `grouped_mm` while it decodes), else grouped ones, also for `eager`, whose loop
+has no place for a delta. The delta of gate and up comes before the activation, that of down before the router's
+weights. A block whose tokens have no adapter on it runs the base's own forward.
 """
 
 from __future__ import annotations

@@ -166,6 +166,7 @@ def pack(
     Raises:
         AdapterMatchError: a factor whose site does not exist, comes twice, or whose tensors have another shape; a
             parameter that is saved twice; token rows that do not fit their ids.
+        UnsupportedAdapterError: DoRA on a layer with a bias whose inputs are split over ranks.
     """
     builder = Builder(layout, dtype)
     for factor in factors:
