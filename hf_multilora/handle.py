@@ -58,8 +58,8 @@ class MultiLora:
         decompress(model)
         self._survey: Survey = survey(model, config)
         self._placement = place(model, self._survey.found, config)
-        # Everything that can fail comes before the first change of the model, but for unpacking, which its first
-        # forward would have done.
+        # Everything that can fail comes before the first change of the model. Unpacking is none: its first forward
+        # would have done the same.
         tuning_table.check()
         agreement = agreement_of(model)
         self._layout = self._layout_of(config, agreement)
