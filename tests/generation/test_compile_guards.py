@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from enabled import enabled
 from models import FAMILIES, prompts
 from oracle import adapters, relative_error
+from safetensors.torch import load_file
 from test_compile import Backend
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -75,10 +77,27 @@ def reweighted(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def bare() -> PreTrainedModel:
+    """One layer: its wrappers are what is guarded, and a second one takes as long again."""
+    model: Any = FAMILIES["llama"].build()
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    return model
+
+
+def load(model: PreTrainedModel, name: str, adapter: str) -> None:
+    """Load what `adapter` has for the one layer, and call it `name`."""
+    folder = adapters()[adapter]
+    tensors = {path: x for path, x in load_file(folder / "adapter_model.safetensors").items() if ".layers.1." not in path}
+    model.multilora.load(tensors, name, config=json.loads((folder / "adapter_config.json").read_text()))
+
+
 def other(max_lora_rank: int, seed: int) -> PreTrainedModel:
     """A model with adapters of the same names, other weights, and slots of another size."""
     torch.manual_seed(seed)
-    model = enabled("llama", ["r8", "r3"], max_lora_rank=max_lora_rank)
+    model = enable_multilora(bare(), max_loras=8, max_lora_rank=max_lora_rank)
+    for name in ("r8", "r3"):
+        load(model, name, name)
     return model if seed == 0 else reweighted(model)
 
 
@@ -151,7 +170,7 @@ def data(model: PreTrainedModel) -> None:
 
 
 def assigned(model: PreTrainedModel) -> None:
-    twin = reweighted(FAMILIES["llama"].build())
+    twin = reweighted(bare())
     model.load_state_dict(twin.state_dict(), assign=True)
 
 
@@ -163,8 +182,8 @@ def anew(model: PreTrainedModel) -> None:
     """Slots of another size, and other adapters under the same names."""
     disable_multilora(model)
     enable_multilora(model, max_loras=3, max_lora_rank=64)
-    model.load_adapter(adapters()["r16"], adapter_name="r8")
-    model.load_adapter(adapters()["r1"], adapter_name="r3")
+    load(model, "r8", "r16")
+    load(model, "r3", "r1")
 
 
 def hooked(model: PreTrainedModel) -> None:
@@ -172,7 +191,7 @@ def hooked(model: PreTrainedModel) -> None:
 
 
 def hooked_before(model: PreTrainedModel) -> None:
-    model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
 
 
 def patched(model: PreTrainedModel) -> None:
