@@ -88,7 +88,9 @@ def bare() -> PreTrainedModel:
 def load(model: PreTrainedModel, name: str, adapter: str) -> None:
     """Load what `adapter` has for the one layer, and call it `name`."""
     folder = adapters()[adapter]
-    tensors = {path: x for path, x in load_file(folder / "adapter_model.safetensors").items() if ".layers.1." not in path}
+    tensors = {
+        path: x for path, x in load_file(folder / "adapter_model.safetensors").items() if ".layers.1." not in path
+    }
     model.multilora.load(tensors, name, config=json.loads((folder / "adapter_config.json").read_text()))
 
 
