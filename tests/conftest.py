@@ -49,6 +49,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """What has been imported by now, a million objects, stays: no collection of garbage need go through it. Of those
+    that go through all the others there are fewer: compilers make many objects that stay for a while."""
+    gc.freeze()
+    gc.set_threshold(700, 10, 100)
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "needs a CUDA device" in str(r.longrepr)]
     if skipped:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from enabled import enabled
-from models import FAMILIES, prompts
+from models import BUILDS, ONE_LAYER, prompts
 from oracle import adapters, relative_error
-from safetensors.torch import load_file
 from test_compile import Backend
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -77,29 +75,10 @@ def reweighted(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def bare() -> PreTrainedModel:
-    """One layer: its wrappers are what is guarded, and a second one takes as long again."""
-    model: Any = FAMILIES["llama"].build()
-    del model.model.layers[1:]
-    model.config.num_hidden_layers = 1
-    return model
-
-
-def load(model: PreTrainedModel, name: str, adapter: str) -> None:
-    """Load what `adapter` has for the one layer, and call it `name`."""
-    folder = adapters()[adapter]
-    tensors = {
-        path: x for path, x in load_file(folder / "adapter_model.safetensors").items() if ".layers.1." not in path
-    }
-    model.multilora.load(tensors, name, config=json.loads((folder / "adapter_config.json").read_text()))
-
-
 def other(max_lora_rank: int, seed: int) -> PreTrainedModel:
     """A model with adapters of the same names, other weights, and slots of another size."""
     torch.manual_seed(seed)
-    model = enable_multilora(bare(), max_loras=8, max_lora_rank=max_lora_rank)
-    for name in ("r8", "r3"):
-        load(model, name, name)
+    model = enabled(ONE_LAYER, ["r8", "r3"], max_lora_rank=max_lora_rank)
     return model if seed == 0 else reweighted(model)
 
 
@@ -172,7 +151,7 @@ def data(model: PreTrainedModel) -> None:
 
 
 def assigned(model: PreTrainedModel) -> None:
-    twin = reweighted(bare())
+    twin = reweighted(BUILDS[ONE_LAYER].build())
     model.load_state_dict(twin.state_dict(), assign=True)
 
 
@@ -184,8 +163,8 @@ def anew(model: PreTrainedModel) -> None:
     """Slots of another size, and other adapters under the same names."""
     disable_multilora(model)
     enable_multilora(model, max_loras=3, max_lora_rank=64)
-    load(model, "r8", "r16")
-    load(model, "r3", "r1")
+    model.load_adapter(adapters(ONE_LAYER)["r16"], adapter_name="r8")
+    model.load_adapter(adapters(ONE_LAYER)["r1"], adapter_name="r3")
 
 
 def hooked(model: PreTrainedModel) -> None:
