@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import preloaded
@@ -62,13 +60,10 @@ def test_example(name, request):
     if request.node.get_closest_marker("demo_model"):
         request.getfixturevalue("demo_model")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if name.startswith("ray_"):  # they start processes of their own
+    if name.startswith("ray_"):
         pytest.importorskip("ray")
         env |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # as in ray_cluster
-        command = [sys.executable, str(EXAMPLES / name)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-    else:
-        done = preloaded.run(EXAMPLES / name, env, timeout=300)
+    done = preloaded.run(EXAMPLES / name, env, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     for text in EXPECTED[name]:
         assert text in done.stdout
