@@ -96,13 +96,21 @@ def demo_model() -> Path:
         pytest.skip(f"the demo's base model is not available: {error}")
 
 
-@pytest.fixture(autouse=True)
-def _quick_collections(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Managers of continuous batching collect garbage when they stop: seconds, for all that has been imported by then.
-    What is there before such a test is left out."""
-    managed = "continuous" in request.path.parts
-    if managed:
+def _managed(item: pytest.Item | None) -> bool:
+    return item is not None and "continuous" in item.path.parts
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Managers of continuous batching collect garbage when they stop: what is there before such a test is left out."""
+    if _managed(item):
         gc.freeze()
-    yield
-    if managed:
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After the last of them, the collector looks at everything once, and then again only at what is new."""
+    if _managed(item) and not _managed(nextitem):
         gc.unfreeze()
+        gc.collect()
+        gc.freeze()
