@@ -10,6 +10,9 @@ PIP := $(BIN)/python -m pip install -c constraints.txt
 demo: $(VENV)/.demo
 	$(BIN)/hf-multilora demo $(ARGS)
 
+# With what pytest rewrites and Python compiles kept, even where PYTHONDONTWRITEBYTECODE is set: else each of several
+# processes does it again, for 20 s.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n auto --dist worksteal --nbmake $(ARGS)
 

@@ -50,6 +50,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """What has been imported by now, a million objects, stays: no collection of garbage need go through it. Of those
+    that go through all the others there are fewer: compilers make many objects that stay for a while."""
+    gc.freeze()
+    gc.set_threshold(700, 10, 100)
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     skipped = [r for r in terminalreporter.stats.get("skipped", []) if "needs a CUDA device" in str(r.longrepr)]
     if skipped:
@@ -90,16 +97,21 @@ def demo_model() -> Path:
         pytest.skip(f"the demo's base model is not available: {error}")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _thawed_afterwards() -> Iterator[None]:
-    """Until here what `_quick_collections` left out stays so: managers stop when a module's fixtures end, too."""
-    yield
-    gc.unfreeze()
+def _managed(item: pytest.Item | None) -> bool:
+    return item is not None and not MANAGED.isdisjoint(item.path.parts)
 
 
-@pytest.fixture(autouse=True)
-def _quick_collections(request: pytest.FixtureRequest) -> None:
-    """Managers of continuous batching collect garbage when they stop: seconds, for all that has been imported by then.
-    What is there before such a test is left out."""
-    if not MANAGED.isdisjoint(request.path.parts):
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Managers of continuous batching collect garbage when they stop: what is there before such a test is left out."""
+    if _managed(item):
+        gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """After the last of them, the collector looks at everything once, and then again only at what is new."""
+    if _managed(item) and not _managed(nextitem):
+        gc.unfreeze()
+        gc.collect()
         gc.freeze()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from models import FAMILIES
+from models import BUILDS
 from oracle import adapters
 from transformers import PreTrainedModel
 
@@ -16,7 +16,7 @@ from hf_multilora import enable_multilora
 
 def enabled(family: str = "llama", names: Iterable[str] | None = None, **options: Any) -> PreTrainedModel:
     """A fresh model of this family, enabled, with the adapters of `oracle.adapters` called `names` (None: all)."""
-    model = enable_multilora(FAMILIES[family].build(), **{"max_loras": 8, "max_lora_rank": 128, **options})
+    model = enable_multilora(BUILDS[family].build(), **{"max_loras": 8, "max_lora_rank": 128, **options})
     folders = adapters(family)
     for name in folders if names is None else names:
         model.load_adapter(folders[name], adapter_name=name)

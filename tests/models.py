@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -35,8 +35,8 @@ _COMMON: dict[str, Any] = {
 _LLAMA: dict[str, Any] = {**_COMMON, "intermediate_size": INNER, "num_key_value_heads": 2}
 
 
-def _llama(tied: bool) -> tf.PreTrainedModel:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**_LLAMA, tie_word_embeddings=tied))
+def _llama(tied: bool, **changes: Any) -> tf.PreTrainedModel:
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**{**_LLAMA, **changes}, tie_word_embeddings=tied))
 
 
 def _qwen3() -> tf.PreTrainedModel:
@@ -152,11 +152,22 @@ FAMILIES: dict[str, Family] = {
         ),
     )
 }
+# For tests that compile, where a second layer only takes as long again; not one of the families that are compared.
+ONE_LAYER = "llama_of_one_layer"
+BUILDS = {
+    **FAMILIES,
+    ONE_LAYER: replace(
+        FAMILIES["llama"],
+        name=ONE_LAYER,
+        make=lambda: _llama(False, num_hidden_layers=1),
+        layer=r"layers\.0",
+    ),
+}
 
 
 @cache
 def _built(name: str) -> tf.PreTrainedModel:
-    family = FAMILIES[name]
+    family = BUILDS[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = family.make()

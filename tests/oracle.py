@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import FAMILIES, Family
+from models import BUILDS, Family
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 
@@ -88,10 +88,10 @@ def make_adapter(base: PreTrainedModel, folder: Path, seed: int, *, save: Mappin
 @cache
 def adapters(family: str = "llama") -> dict[str, Path]:
     """The folders of one family's adapters, by the names of `specs`."""
-    base = FAMILIES[family].build()
+    base = BUILDS[family].build()
     return {
         name: make_adapter(base, workspace() / family / name, seed, **spec)
-        for seed, (name, spec) in enumerate(specs(FAMILIES[family]).items())
+        for seed, (name, spec) in enumerate(specs(BUILDS[family]).items())
     }
 
 
@@ -118,7 +118,7 @@ def mix_peft(base: PreTrainedModel, parts: Sequence[tuple[Path, float]]) -> Peft
 
 @cache
 def _alone(family: str, key: str | tuple[tuple[str, float], ...] | None) -> PreTrainedModel | PeftModel:
-    base = FAMILIES[family].build()
+    base = BUILDS[family].build()
     if key is None:
         return base
     folders = adapters(family)

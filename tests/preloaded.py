@@ -1,103 +1,115 @@
 """Runs scripts as `python SCRIPT` does, each in a process of its own, which begins with the large imports done.
 
-Importing torch, transformers and PEFT takes longer than what most scripts do. A server process imports them once; for
-each script it forks. Where there is no fork, Python is started anew.
+Importing torch, transformers and PEFT takes longer than what most scripts do. multiprocessing's fork server imports
+them once for all tests of this process; for each script it forks. Where there is none, Python is started anew.
 """
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
 import runpy
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from pathlib import Path
 from typing import Any
 
-MODULES = ("hf_multilora", "hf_multilora.demo", "peft", "transformers.pipelines")
+TESTS = Path(__file__).parent
+MODULES = [
+    "hf_multilora", "hf_multilora.demo", "peft", "transformers.pipelines", "transformers.generation", "torch._dynamo",
+    "torch.distributed.tensor", "transformers.models.llama.modeling_llama",
+    "transformers.generation.continuous_batching",
+]  # fmt: skip
 
 
-class Preloaded:
-    """A server of scripts; end it with `close`.
+class Forked:
+    """A script's process, with what tests need of Popen's."""
 
-    Args:
-        env: environment of the scripts.
-    """
+    def __init__(self, script: Path, arguments: tuple[str, ...], env: dict[str, str], err: str | None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(MODULES)
+        self.args = [str(script), *arguments]
+        reader, writer = context.Pipe(duplex=False)
+        self._process = context.Process(target=_become, args=(self.args, env, writer, err))
+        self._process.start()
+        writer.close()
+        self.stdout = os.fdopen(os.dup(reader.fileno()), encoding="utf-8", errors="replace")
+        reader.close()
 
-    def __init__(self, env: dict[str, str]) -> None:
-        self._env, self._server = env, None
-        if hasattr(os, "fork"):
-            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-            self._server = subprocess.Popen([sys.executable, __file__], env=env, text=True, bufsize=1, **pipes)
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
-    def run(self, script: Path, timeout: float) -> subprocess.CompletedProcess[str]:
-        """What it printed and how it ended; the server ends with a script that takes longer than `timeout` seconds."""
-        if self._server is None:
-            command = [sys.executable, str(script)]
-            return subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=timeout)
-        with tempfile.TemporaryDirectory() as folder:
-            out, err = Path(folder, "out"), Path(folder, "err")
-            assert self._server.stdin is not None and self._server.stdout is not None
-            asked = {"script": str(script), "out": str(out), "err": str(err), "timeout": timeout}
-            self._server.stdin.write(json.dumps(asked) + "\n")
-            code = self._server.stdout.readline()
-            said = [file.read_text() if file.exists() else "" for file in (out, err)]
-            assert code, f"{script.name} took more than {timeout} s, or ended the process that it was forked from"
-            return subprocess.CompletedProcess([str(script)], int(code), *said)
+    def communicate(self, timeout: float) -> tuple[str, None]:
+        """What it has yet to print, once it has ended; it is killed where that takes longer than `timeout` seconds."""
+        late = threading.Event()
+        timer = threading.Timer(timeout, lambda: (late.set(), self.kill()))
+        timer.start()
+        try:
+            said = self.stdout.read()
+            self._process.join()
+        finally:
+            timer.cancel()
+        if late.is_set():
+            raise subprocess.TimeoutExpired(self.args, timeout, said)
+        return said, None
 
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.kill()
-            self._server.communicate()
-
-
-def serve() -> None:
-    """For each line with a script, fork, and print how it ended."""
-    import importlib
-    import signal
-
-    sys.path.pop(0)  # of this file
-    for name in MODULES:
-        importlib.import_module(name)
-    for line in sys.stdin:
-        asked = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _become(asked)
-        signal.signal(signal.SIGALRM, lambda *_, pid=child: (os.kill(pid, signal.SIGKILL), os._exit(1)))
-        signal.alarm(int(asked["timeout"]))
-        _, status = os.waitpid(child, 0)
-        signal.alarm(0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+    def kill(self) -> None:
+        self._process.kill()
 
 
-def _become(asked: dict[str, Any]) -> None:
+def start(script: Path, *arguments: str, env: dict[str, str], err: str | None = None) -> Any:
+    """Start a script; what it says on stderr goes to the file `err`, else to its stdout."""
+    if "forkserver" in multiprocessing.get_all_start_methods():
+        return Forked(script, arguments, env, err)
+    command = [sys.executable, str(script), *arguments]
+    with open(err or os.devnull, "w") as file:
+        said = {"stdout": subprocess.PIPE, "stderr": file if err else subprocess.STDOUT}
+        return subprocess.Popen(command, env=env, text=True, **said)
+
+
+def run(script: Path, env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """What it printed and how it ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        err = Path(folder, "err")
+        process = start(script, env=env, err=str(err))
+        try:
+            said, _ = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess([str(script)], process.returncode, said, err.read_text())
+
+
+def _become(args: list[str], env: dict[str, str], writer: Any, err: str | None) -> None:
     """Be the process of a script, to its end."""
-    for name, number in (("out", 1), ("err", 2)):
-        os.dup2(os.open(asked[name], os.O_WRONLY | os.O_CREAT, 0o600), number)
+    os.environ.clear()
+    os.environ.update(env)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.argv = [asked["script"]]
-    sys.path.insert(0, str(Path(asked["script"]).parent))
+    os.dup2(writer.fileno(), 1)
+    os.dup2(1 if err is None else os.open(err, os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    writer.close()
+    import torch
+
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
+    sys.argv = args
+    own = [path for path in sys.path if TESTS not in (Path(path), *Path(path).parents)]  # not those of the tests
+    given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [str(Path(args[0]).parent), *given, *own]
     code = 0
     try:
-        runpy.run_path(asked["script"], run_name="__main__")
+        runpy.run_path(args[0], run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
         code = 1
     finally:
-        import threading
-
         for thread in threading.enumerate():
             if thread is not threading.current_thread() and not thread.daemon:
                 thread.join()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    serve()

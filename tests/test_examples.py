@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
+import preloaded
 import pytest
-from preloaded import Preloaded
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != "common.py")
@@ -58,25 +55,15 @@ def needs_model(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.demo_model] if "base_model()" in text or "demo_model_path()" in text else []
 
 
-@pytest.fixture(scope="module")
-def preloaded() -> Iterator[Preloaded]:
-    server = Preloaded({**os.environ, "OMP_NUM_THREADS": "1"})
-    yield server
-    server.close()
-
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=needs_model(name)) for name in SCRIPTS])
 def test_example(name, request):
     if request.node.get_closest_marker("demo_model"):
         request.getfixturevalue("demo_model")
-    if name.startswith(("ray_", "accelerate_")):  # they start processes of their own
-        if name.startswith("ray_"):
-            pytest.importorskip("ray")
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(EXAMPLES / name)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-    else:
-        done = request.getfixturevalue("preloaded").run(EXAMPLES / name, timeout=300)
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if name.startswith("ray_"):
+        pytest.importorskip("ray")
+        env |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}  # as in ray_cluster
+    done = preloaded.run(EXAMPLES / name, env, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     for text in EXPECTED[name]:
         assert text in done.stdout

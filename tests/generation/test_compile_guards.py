@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from enabled import enabled
-from models import FAMILIES, prompts
+from models import BUILDS, ONE_LAYER, prompts
 from oracle import adapters, relative_error
 from test_compile import Backend
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
@@ -78,7 +78,7 @@ def reweighted(model: PreTrainedModel) -> PreTrainedModel:
 def other(max_lora_rank: int, seed: int) -> PreTrainedModel:
     """A model with adapters of the same names, other weights, and slots of another size."""
     torch.manual_seed(seed)
-    model = enabled("llama", ["r8", "r3"], max_lora_rank=max_lora_rank)
+    model = enabled(ONE_LAYER, ["r8", "r3"], max_lora_rank=max_lora_rank)
     return model if seed == 0 else reweighted(model)
 
 
@@ -151,7 +151,7 @@ def data(model: PreTrainedModel) -> None:
 
 
 def assigned(model: PreTrainedModel) -> None:
-    twin = reweighted(FAMILIES["llama"].build())
+    twin = reweighted(BUILDS[ONE_LAYER].build())
     model.load_state_dict(twin.state_dict(), assign=True)
 
 
@@ -163,8 +163,8 @@ def anew(model: PreTrainedModel) -> None:
     """Slots of another size, and other adapters under the same names."""
     disable_multilora(model)
     enable_multilora(model, max_loras=3, max_lora_rank=64)
-    model.load_adapter(adapters()["r16"], adapter_name="r8")
-    model.load_adapter(adapters()["r1"], adapter_name="r3")
+    model.load_adapter(adapters(ONE_LAYER)["r16"], adapter_name="r8")
+    model.load_adapter(adapters(ONE_LAYER)["r1"], adapter_name="r3")
 
 
 def hooked(model: PreTrainedModel) -> None:
@@ -172,7 +172,7 @@ def hooked(model: PreTrainedModel) -> None:
 
 
 def hooked_before(model: PreTrainedModel) -> None:
-    model.model.layers[1].self_attn.q_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    model.model.layers[0].self_attn.q_proj.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
 
 
 def patched(model: PreTrainedModel) -> None:

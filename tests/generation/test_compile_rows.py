@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from enabled import enabled
-from models import FAMILIES, prompts
+from models import BUILDS, ONE_LAYER, prompts
 from oracle import Id, relative_error, rows_of
 from test_compile import Backend
 from torch._dynamo.exc import Unsupported
@@ -37,15 +37,15 @@ def call(model: Callable[..., Any], rows: int = 3, **options: Any) -> torch.Tens
     return model(**prompts(rows, side=None), use_cache=False, **options).logits
 
 
-def assert_rows(got: torch.Tensor, ids: list[Id]) -> None:
-    want = rows_of("llama", ids, lambda model: call(model, len(ids)))
+def assert_rows(got: torch.Tensor, ids: list[Id], family: str = ONE_LAYER) -> None:
+    want = rows_of(family, ids, lambda model: call(model, len(ids)))
     for row in range(len(ids)):
         assert relative_error(got[row], want[row]) <= 1e-5, (row, ids)
 
 
 def test_a_block_waits_for_its_slots_and_its_predecessors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the compiled call, for its own sake; and after it, so that whoever is next waits for it."""
-    model, seen = enabled("llama", NAMES), []
+    model, seen = enabled(ONE_LAYER, NAMES), []
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     wait, order, trace = Lease.wait, Calls.order_streams, Calls._trace
     monkeypatch.setattr(Lease, "wait", lambda self, *a: (seen.append("wait"), wait(self, *a))[1])
@@ -65,9 +65,9 @@ def test_a_block_waits_for_its_slots_and_its_predecessors(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("regional", [False, True], ids=["eager", "regional"])
 def test_a_compiled_call_without_ids_is_the_base(regional: bool) -> None:
     """Whoever else is in the middle of a forward with adapters."""
-    model, ids = enabled("llama", NAMES), ["r8", "r3", "r64"]
+    model, ids = enabled(ONE_LAYER, NAMES), ["r8", "r3", "r64"]
     compiled = torch.compile(model, backend="eager")
-    base = call(FAMILIES["llama"].build())
+    base = call(BUILDS[ONE_LAYER].build())
     with model.multilora.use(ids):
         assert_rows(call(compiled), ids)
     assert torch.equal(call(compiled), base)
@@ -100,7 +100,7 @@ def test_a_compiled_call_without_ids_is_the_base(regional: bool) -> None:
 
 @pytest.mark.timeout(TIMEOUT)
 def test_blocks_that_are_open_when_compilation_begins() -> None:
-    model = enabled("llama", NAMES)
+    model = enabled(ONE_LAYER, NAMES)
     compiled = torch.compile(model, backend="eager")
     began, entered, done = threading.Event(), threading.Event(), threading.Event()
     got: dict[str, torch.Tensor] = {}
@@ -136,7 +136,7 @@ def test_blocks_that_are_open_when_compilation_begins() -> None:
 @pytest.mark.timeout(TIMEOUT)
 def test_the_first_compiled_call_keeps_other_forwards_out() -> None:
     """They used to write their rows where the compiled forward reads its own."""
-    model, stop = enabled("llama", NAMES), threading.Event()
+    model, stop = enabled(ONE_LAYER, NAMES), threading.Event()
     compiled = torch.compile(model, backend="eager")
 
     def others() -> None:
@@ -162,7 +162,7 @@ def test_a_thread_in_the_context_of_a_block() -> None:
     """Compiled calls know threads, not contexts: better an error than the base."""
     import contextvars
 
-    model = enabled("llama", NAMES)
+    model = enabled(ONE_LAYER, NAMES)
     compiled = torch.compile(model, backend="eager")
     with ThreadPoolExecutor(1) as pool, model.multilora.use("r8"):
         future = pool.submit(contextvars.copy_context().run, call, compiled)
@@ -172,7 +172,7 @@ def test_a_thread_in_the_context_of_a_block() -> None:
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_default_adapter_needs_a_block(fullgraph: bool) -> None:
-    model, backend = enabled("llama", NAMES), Backend()
+    model, backend = enabled(ONE_LAYER, NAMES), Backend()
     compiled = torch.compile(model, fullgraph=fullgraph, backend=backend)
     base = call(compiled)
     error: Any = Unsupported if fullgraph else RoutingError
@@ -227,7 +227,7 @@ def test_sequence_first_models_take_one_adapter_at_a_time(tokens: int) -> None:
 @pytest.mark.parametrize("dynamic", [None, False])
 def test_another_number_of_rows_is_an_error(dynamic: bool | None) -> None:
     """Before there is a result; a later call of the same block that fits changes nothing about it."""
-    model = enabled("llama", NAMES)
+    model = enabled(ONE_LAYER, NAMES)
     compiled = torch.compile(model, backend="eager", dynamic=dynamic)
     with model.multilora.use(["r8", "r3", "r64"]):
         assert_rows(call(compiled), ["r8", "r3", "r64"])
@@ -243,7 +243,7 @@ def test_another_number_of_rows_is_an_error(dynamic: bool | None) -> None:
 
 def test_any_batch_size_is_one_graph() -> None:
     """The check of the rows makes none of its own."""
-    model, backend = enabled("llama", NAMES), Backend()
+    model, backend = enabled(ONE_LAYER, NAMES), Backend()
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
     for rows in (3, 2, 5, 4, 3):
         for ids in ([*["r8"] * (rows - 1), None], "r3", [None, *["r64"] * (rows - 1)]):
@@ -254,7 +254,7 @@ def test_any_batch_size_is_one_graph() -> None:
 
 
 def test_slots_that_a_larger_batch_has_left() -> None:
-    model = enabled("llama", NAMES)
+    model = enabled(ONE_LAYER, NAMES)
     compiled = torch.compile(model, backend="eager")
     for ids in (["r8", "r3", "r64"], "r8", ["r3", None]):
         with model.multilora.use(ids):
@@ -269,12 +269,12 @@ def test_compiled_parts_take_adapter_ids(whole: bool) -> None:
     model, backend = enabled("llama", NAMES), Backend()
     for module in [model] if whole else model.model.layers:
         module.compile(backend=backend)
-    base = call(FAMILIES["llama"].build())
+    base = call(BUILDS["llama"].build())
     for ids in (["r8", None, "r3"], ["r64", "r8", None]):
-        assert_rows(call(model, adapter_ids=ids), ids)
+        assert_rows(call(model, adapter_ids=ids), ids, "llama")
         assert torch.equal(call(model), base)
     model.set_adapter("r8")
-    assert_rows(call(model), ["r8"] * 3)
+    assert_rows(call(model), ["r8"] * 3, "llama")
     assert backend.graphs
 
 
