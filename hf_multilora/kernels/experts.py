@@ -213,12 +213,10 @@ def shrink_buckets(
         rank1 = tl.where(_shared(entry0, entry1), 0, tl.load(entry1 + 2).to(tl.int32))
         a1 = _factor(data_ptr, slot, slot_elems, entry1, 0, e, ALIGN)
     m = tl.arange(0, BLOCK_M)[:, None]
-    p = tl.load(order_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
-    x_row = p
+    x_row = tl.load(order_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
     if GATHER:
-        x_row = tl.load(x_rows_ptr + p, mask=m_mask, other=0).to(tl.int64)
+        x_row = tl.load(x_rows_ptr + x_row, mask=m_mask, other=0).to(tl.int64)
     x_rows = x_ptr + x_row * x_stride
-    h_rows = h_ptr + (s.to(tl.int64) * pairs + p) * (PROJECTIONS * MAX_RANK)
     k_start = s * CHUNK
     k_stop = tl.minimum(K, k_start + CHUNK)
     for r0 in range(0, tl.maximum(rank0, rank1), BLOCK_R):
@@ -231,6 +229,9 @@ def shrink_buckets(
             acc0 = _shrink_dot(x, _transposed(a0, r, k, rank0, K), acc0, DOT)
             if PROJECTIONS > 1:
                 acc1 = _shrink_dot(x, _transposed(a1, r, k, rank1, K), acc1, DOT)
+        # Read again: kept from above, it would take registers that the products need.
+        p = tl.load(order_ptr + start + m, mask=m_mask, other=0).to(tl.int64)
+        h_rows = h_ptr + (s.to(tl.int64) * pairs + p) * (PROJECTIONS * MAX_RANK)
         tl.store(h_rows + r[None, :], acc0, mask=m_mask & (r[None, :] < rank0))
         if PROJECTIONS > 1:
             tl.store(h_rows + MAX_RANK + r[None, :], acc1, mask=m_mask & (r[None, :] < rank1))
