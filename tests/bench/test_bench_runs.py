@@ -12,10 +12,9 @@ from hf_multilora.bench import decode, kernels, registered
 from hf_multilora.bench.generate import run
 from hf_multilora.bench.kernels import Layers, Point
 from hf_multilora.bench.measure import Counter
-from hf_multilora.bench.models import Models, Settings, has_decode_graphs, ids, sparse_ids
+from hf_multilora.bench.models import Models, Settings, ids, sparse_ids
 from hf_multilora.bench.results import Results, read_runs
 from hf_multilora.bench.workload import linear_shapes
-from hf_multilora.config import MultiLoraConfig
 from hf_multilora.kernels.ops import LinearOp
 
 
@@ -64,11 +63,7 @@ def test_all_parts_leave_their_rows(whole_run):
     for path in ("eager", "static"):
         labels = ("bare model", "enabled, none active", "1 adapters", "8 adapters")
         expected += [f"{path} decode, batch 8, {label}" for label in labels]
-    if has_decode_graphs():
-        expected += [
-            "graphs decode, batch 8, 8 adapters",
-            "graphs decode, batch 8, 8 adapters, over the compiled step",
-        ]
+    expected += ["graphs decode, batch 8, 8 adapters", "graphs decode, batch 8, 8 adapters, over the compiled step"]
     assert not set(expected) - set(rows)
     mixed = rows["static decode, batch 8, 8 adapters"]
     assert len(mixed["all"]) == 2 and mixed["over"] == "static bare" and mixed["adapters"] == 8
@@ -82,7 +77,7 @@ def test_mixes_compile_nothing(whole_run):
     rows = {row["what"]: row for row in whole_run[0].rows}
     row = rows["static, batch 8, 12 random mixes, loads and evictions: compiled"]
     assert row["value"] == 0 and row["evictions"] > 0
-    for path in ("static", "graphs") if has_decode_graphs() else ("static",):
+    for path in ("static", "graphs"):
         assert rows[f"{path} decode, batch 8, compiled after the first mix and none"]["value"] == 0
 
 
@@ -114,15 +109,6 @@ def test_first_calls_make_both_graphs_first(adapters):
     order = [case.mix for case in decode.order_of_first_calls(cases)]
     assert order[: 1 + len(adapters[:2])] == [decode.BARE, *dict.fromkeys([str(max(adapters)), "0"])]
     assert sorted(order) == sorted(case.mix for case in cases)
-
-
-def test_captured_decoding_is_left_out_where_there_is_none(tmp_path, monkeypatch):
-    fields = {k: v for k, v in MultiLoraConfig.__dataclass_fields__.items() if k != "decode_graphs"}
-    monkeypatch.setattr(MultiLoraConfig, "__dataclass_fields__", fields)
-    lines: list[str] = []
-    results = Results("generate", tmp_path, "cpu", say=lines.append)
-    run(Settings(parts=["graphs"], batch=[2], adapters=[1], reps=1, new_tokens=3), results)
-    assert results.rows == [] and any("decode_graphs" in line for line in lines)
 
 
 def test_registered(tmp_path, capsys):
