@@ -13,8 +13,13 @@ import torch
 HAS_CUDA = torch.cuda.is_available()
 MANAGED = {"continuous", "generate_command", "server"}  # folders whose tests start and stop managers
 
-# Tiny models gain nothing from threads, and two processes with two threads each on two cores take ten times as long.
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+# Files whose tests take long: they come first, so that no process ends with one of them while others wait.
+LONG = {"test_wheel.py", "test_examples.py", "test_ray_data.py", "test_kernels_compile.py", "test_demo.py"}
+
+# Tiny models gain nothing from threads, and two processes with two threads each on two cores take ten times as long;
+# so do processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 # Triton reads this when a kernel is decorated, so it must be set before any module with kernels is imported.
 if not HAS_CUDA:
@@ -42,6 +47,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         first, of = map(int, shard.split("/"))
         config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % of != first])
         items[:] = items[first::of]
+    items.sort(key=lambda item: item.path.name not in LONG)
     if HAS_CUDA:
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
