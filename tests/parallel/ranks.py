@@ -14,15 +14,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import preloaded
 import torch
 
 HERE = Path(__file__).parent
 WAIT_S = 240
 
 
-def start(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu", file: str = "scenes.py") -> list[Any]:
-    """Start the ranks, as Popen does; they end by themselves. Without GPUs they are forked, all imports done."""
+def start(
+    scene: str, *arguments: str, ranks: int = 2, device: str = "cpu", file: str = "scenes.py"
+) -> list[subprocess.Popen[str]]:
+    """Start the ranks; they end by themselves."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -36,9 +37,6 @@ def start(scene: str, *arguments: str, ranks: int = 2, device: str = "cpu", file
         env["PYTHONPATH"] = os.pathsep.join(
             [str(HERE), str(HERE.parent), *env.get("PYTHONPATH", "").split(os.pathsep)]
         )
-        if device == "cpu":
-            processes.append(preloaded.start(HERE / file, scene, *arguments, env=env))
-            continue
         command = [sys.executable, str(HERE / file), scene, *arguments]
         processes.append(
             subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
