@@ -216,3 +216,24 @@ def forward_inputs(family: Family, rows: int, *, side: str | None = "left", seed
         generator = torch.Generator().manual_seed(seed + 1)
         inputs["decoder_input_ids"] = torch.randint(1, VOCAB, (rows, 5), generator=generator)
     return inputs
+
+
+IMAGE = 98  # llava's token for an image
+
+
+def llava(layers: int = 2) -> tf.LlavaForConditionalGeneration:
+    """A model of images and text."""
+    config = tf.LlavaConfig(
+        vision_config={
+            "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "projection_dim": 32,
+        },
+        text_config={
+            "model_type": "llama", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": layers, "num_attention_heads": 2, "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+        },
+        image_token_index=IMAGE,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return tf.LlavaForConditionalGeneration(config).eval()

@@ -18,22 +18,18 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent
-MODULES = [
-    "hf_multilora", "hf_multilora.demo", "peft", "transformers.pipelines", "transformers.generation", "torch._dynamo",
-    "torch.distributed.tensor", "transformers.models.llama.modeling_llama",
-    "transformers.generation.continuous_batching",
-]  # fmt: skip
+MODULES = ["hf_multilora", "hf_multilora.demo", "peft", "transformers.pipelines"]
 
 
 class Forked:
     """A script's process, with what tests need of Popen's."""
 
-    def __init__(self, script: Path, arguments: tuple[str, ...], env: dict[str, str], err: str | None) -> None:
+    def __init__(self, script: Path, env: dict[str, str], err: Path) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(MODULES)
-        self.args = [str(script), *arguments]
+        self._script = str(script)
         reader, writer = context.Pipe(duplex=False)
-        self._process = context.Process(target=_become, args=(self.args, env, writer, err))
+        self._process = context.Process(target=_become, args=(self._script, env, writer, err))
         self._process.start()
         writer.close()
         self.stdout = os.fdopen(os.dup(reader.fileno()), encoding="utf-8", errors="replace")
@@ -43,7 +39,7 @@ class Forked:
     def returncode(self) -> int | None:
         return self._process.exitcode
 
-    def communicate(self, timeout: float) -> tuple[str, None]:
+    def communicate(self, timeout: float) -> str:
         """What it has yet to print, once it has ended; it is killed where that takes longer than `timeout` seconds."""
         late = threading.Event()
         timer = threading.Timer(timeout, lambda: (late.set(), self.kill()))
@@ -54,53 +50,46 @@ class Forked:
         finally:
             timer.cancel()
         if late.is_set():
-            raise subprocess.TimeoutExpired(self.args, timeout, said)
-        return said, None
+            raise subprocess.TimeoutExpired(self._script, timeout, said)
+        return said
 
     def kill(self) -> None:
         self._process.kill()
 
 
-def start(script: Path, *arguments: str, env: dict[str, str], err: str | None = None) -> Any:
-    """Start a script; what it says on stderr goes to the file `err`, else to its stdout."""
-    if "forkserver" in multiprocessing.get_all_start_methods():
-        return Forked(script, arguments, env, err)
-    command = [sys.executable, str(script), *arguments]
-    with open(err or os.devnull, "w") as file:
-        said = {"stdout": subprocess.PIPE, "stderr": file if err else subprocess.STDOUT}
-        return subprocess.Popen(command, env=env, text=True, **said)
-
-
 def run(script: Path, env: dict[str, str], timeout: float) -> subprocess.CompletedProcess[str]:
     """What it printed and how it ended."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        command = [sys.executable, str(script)]
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout)
     with tempfile.TemporaryDirectory() as folder:
         err = Path(folder, "err")
-        process = start(script, env=env, err=str(err))
+        process = Forked(script, env, err)
         try:
-            said, _ = process.communicate(timeout=timeout)
+            said = process.communicate(timeout)
         finally:
             process.kill()
         return subprocess.CompletedProcess([str(script)], process.returncode, said, err.read_text())
 
 
-def _become(args: list[str], env: dict[str, str], writer: Any, err: str | None) -> None:
+def _become(script: str, env: dict[str, str], writer: Any, err: Path) -> None:
     """Be the process of a script, to its end."""
     os.environ.clear()
     os.environ.update(env)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(writer.fileno(), 1)
-    os.dup2(1 if err is None else os.open(err, os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    os.dup2(os.open(err, os.O_WRONLY | os.O_CREAT, 0o600), 2)
     writer.close()
     import torch
 
     torch.set_num_threads(int(env.get("OMP_NUM_THREADS", "1")))
-    sys.argv = args
+    sys.argv = [script]
     own = [path for path in sys.path if TESTS not in (Path(path), *Path(path).parents)]  # not those of the tests
     given = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
-    sys.path[:] = [str(Path(args[0]).parent), *given, *own]
+    sys.path[:] = [str(Path(script).parent), *given, *own]
     code = 0
     try:
-        runpy.run_path(args[0], run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

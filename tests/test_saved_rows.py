@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from models import IMAGE, llava
 from transformers import (
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     MambaConfig,
     MambaForCausalLM,
     PreTrainedModel,
@@ -19,8 +18,6 @@ from transformers import (
 
 from hf_multilora import enable_multilora
 from hf_multilora.errors import RoutingError, UnsupportedAdapterError
-
-IMAGE = 98
 
 
 def save(model: PreTrainedModel, paths: tuple[str, ...], lora: tuple[str, int, int], **options: Any) -> None:
@@ -45,25 +42,9 @@ def save(model: PreTrainedModel, paths: tuple[str, ...], lora: tuple[str, int, i
     model.load_adapter(adapter_state_dict=tensors, peft_config=dict(config), adapter_name="a")
 
 
-def llava() -> LlavaForConditionalGeneration:
-    config = LlavaConfig(
-        vision_config={
-            "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "projection_dim": 32,
-        },
-        text_config={
-            "model_type": "llama", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48,
-            "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
-        },
-        image_token_index=IMAGE,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return LlavaForConditionalGeneration(config).eval()
-
-
 def test_a_projector_that_sees_as_many_images_as_rows() -> None:
     """Both images belong to the first row: which is whose, their number does not say."""
-    model = enable_multilora(llava(), max_lora_rank=4)
+    model = enable_multilora(llava(layers=1), max_lora_rank=4)
     save(model, ("model.multi_modal_projector",), ("model.language_model.layers.0.self_attn.v_proj", 32, 32))
     ids = torch.tensor([[IMAGE] * 8 + [5, 6, 7, 8], [9, 8, 7, 6] * 3])
     pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))

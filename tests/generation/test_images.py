@@ -6,28 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlavaConfig, LlavaForConditionalGeneration
+from models import IMAGE, llava
+from transformers import LlavaForConditionalGeneration
 
 from hf_multilora import enable_multilora
-
-IMAGE = 98
 
 
 @pytest.fixture(scope="module")
 def model() -> LlavaForConditionalGeneration:
-    config = LlavaConfig(
-        vision_config={
-            "model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "image_size": 16, "patch_size": 8, "projection_dim": 32,
-        },
-        text_config={
-            "model_type": "llama", "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48,
-            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64,
-        },
-        image_token_index=IMAGE,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = LlavaForConditionalGeneration(config).eval()
+    model = llava()
     enable_multilora(model, max_lora_rank=8)
     tensors = {}
     for layer in range(2):

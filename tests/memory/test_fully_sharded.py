@@ -10,7 +10,7 @@ import pytest
 import torch
 from memory_bed import Part, Ref
 from safetensors.torch import save_file
-from together import Together
+from together import Together, unwritten_is_nan
 
 from hf_multilora.adapters.checkpoint import TensorRef, open_checkpoint
 from hf_multilora.adapters.shards import Shard
@@ -18,7 +18,7 @@ from hf_multilora.adapters.stored import FileBytes, Stored, TensorBytes
 from hf_multilora.adapters.targets import Target
 from hf_multilora.config import MultiLoraConfig
 from hf_multilora.errors import ModelError, SlotError
-from hf_multilora.kernels import launch, tuning
+from hf_multilora.kernels import launch
 from hf_multilora.kernels.ops import LinearOp, Workspace
 from hf_multilora.kernels.sharded import InputsOp, OutputsOp
 from hf_multilora.memory.arena import Arena
@@ -196,15 +196,7 @@ def test_parts_make_up_the_whole_on_a_gpu(tokens: int, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_kernels_in_the_interpreter(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What shrink leaves unwritten, NaN here, expand does not read."""
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    empty = torch.empty
-    monkeypatch.setattr(tuning, "_expand_dot", lambda y, data: "ieee")
-    monkeypatch.setattr(
-        torch,
-        "empty",
-        lambda *a, **k: t if (t := empty(*a, **k)).dtype.is_floating_point is False else t.fill_(torch.nan),
-    )
+    unwritten_is_nan(monkeypatch)
 
     def apply(op, y, x, rows, count):
         if type(op) is LinearOp:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from memory_bed import Part, Ref
-from together import Together
+from together import Together, unwritten_is_nan
 
 from hf_multilora.adapters.shards import BlockShard, part_of
 from hf_multilora.adapters.targets import ExpertBlock
 from hf_multilora.errors import ModelError
-from hf_multilora.kernels import launch, tuning
+from hf_multilora.kernels import launch
 from hf_multilora.kernels.experts_op import ExpertsOp, Pairs, projections_of
 from hf_multilora.kernels.ops import Workspace
 from hf_multilora.kernels.sharded_experts import ShardedExpertsOp
@@ -150,13 +150,7 @@ def test_parts_make_up_the_whole_on_a_gpu(tokens: int, interleaved: bool, dtype:
 @pytest.mark.parametrize("tokens", [1, 20])
 def test_kernels_in_the_interpreter(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What shrink leaves unwritten, NaN here, expand does not read."""
-    if torch.cuda.is_available():
-        pytest.skip("the interpreter is for machines without a GPU")
-    empty = torch.empty
-    monkeypatch.setattr(tuning, "_expand_dot", lambda y, data: "ieee")
-    monkeypatch.setattr(
-        torch, "empty", lambda *a, **k: t.fill_(torch.nan) if (t := empty(*a, **k)).is_floating_point() else t
-    )
+    unwritten_is_nan(monkeypatch)
 
     def apply(op: ShardedExpertsOp, y: torch.Tensor, x: torch.Tensor, pairs: Pairs, up: bool) -> torch.Tensor:
         counters = torch.zeros(64, dtype=torch.int32)

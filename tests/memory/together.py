@@ -1,10 +1,13 @@
-"""Ranks of a model without processes of their own."""
+"""Ranks of a model without processes of their own, and their kernels in the interpreter."""
 
 from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
+
+from hf_multilora.kernels import tuning
 
 
 class Together:
@@ -56,3 +59,14 @@ class Together:
 
     def total(self, h: torch.Tensor) -> torch.Tensor:
         return self._all(h).sum(0)
+
+
+def unwritten_is_nan(patch: pytest.MonkeyPatch) -> None:
+    """New tensors hold NaN, and kernels run in the interpreter, whose dot knows no splits."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    empty = torch.empty
+    patch.setattr(tuning, "_expand_dot", lambda y, data: "ieee")
+    patch.setattr(
+        torch, "empty", lambda *a, **k: t.fill_(torch.nan) if (t := empty(*a, **k)).is_floating_point() else t
+    )
